@@ -11,6 +11,7 @@ DrafthouseError
 ├── Unavailable               something that should answer does not; worth a retry
 │   ├── TargetUnavailable
 │   └── DrafterUnavailable    costs speed only; answered in one place, the engine
+├── Overloaded                the waiting queue is full
 └── OutOfBlocks               the KV memory has no room; answered by the scheduler
 
 `deployments.grpc_service` holds the one table that turns them into status codes.
@@ -41,7 +42,7 @@ class ContextExceeded(InvalidRequest):
     def __init__(self, *, num_prompt_tokens: int, max_model_len: int) -> None:
         super().__init__(
             "prompt",
-            f"{num_prompt_tokens} tokens leave no room for an answer in a context of {max_model_len}",
+            f"{num_prompt_tokens} tokens leave no room in a context of {max_model_len}",
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len
@@ -110,6 +111,22 @@ class DrafterUnavailable(Unavailable):
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return type(self), (self.reason,)
+
+
+class Overloaded(DrafthouseError):
+    """The queue is as long as it may get; the request was not taken."""
+
+    def __init__(self, *, waiting: int, limit: int) -> None:
+        super().__init__(f"{waiting} requests wait already, the limit is {limit}")
+        self.waiting = waiting
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _overloaded, (self.waiting, self.limit)
+
+
+def _overloaded(waiting: int, limit: int) -> Overloaded:
+    return Overloaded(waiting=waiting, limit=limit)
 
 
 class OutOfBlocks(DrafthouseError):
