@@ -1,0 +1,139 @@
+"""The floors of the code base: imports go strictly down, and each library stays on its floor."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS: tuple[tuple[str, ...], ...] = (
+    (
+        "cluster.config",
+        "cluster.errors",
+        "cluster.request",
+        "cluster.messages",
+        "cluster.interfaces",
+        "cluster.metrics",
+    ),
+    ("cluster.control", "cluster.models", "cluster.sampling", "cluster.text"),
+    ("cluster.engine",),
+    ("cluster.drafters", "cluster.worker"),
+    ("cluster.local",),
+    ("cluster.actors",),
+    ("cluster.tools",),
+    ("cluster.cli", "cluster.cli_serve"),
+    ("deployments",),
+)
+TORCH_FREE = (
+    *FLOORS[0],
+    "cluster.control",
+    "cluster.engine",
+    "cluster.drafters.ngram",
+    "cluster.drafters.exchange",
+    "cluster.drafters.contexts",
+)
+ONLY_IN = {
+    "ray": ("cluster.actors", "cluster.cli", "cluster.cli_serve", "deployments"),
+    "pydantic": ("cluster.config", "deployments"),
+    "torch": (
+        "cluster.models",
+        "cluster.sampling",
+        "cluster.drafters.model",
+        "cluster.worker",
+        "cluster.local",
+        "cluster.tools",
+    ),
+}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of both packages with its syntax tree."""
+    for package in ("cluster", "deployments"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+
+
+MODULES = dict(modules())
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Absolute names a module imports, at its top or inside a function."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the floor"
+            module = node.module or ""
+            names = {f"{module}.{alias.name}" for alias in node.names}
+            found.update(names & MODULES.keys() or {module})
+    return found
+
+
+def within(module: str, packages: tuple[str, ...]) -> bool:
+    """Whether a module is one of the packages or inside one."""
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def floor_of(module: str) -> int | None:
+    """The floor a module stands on, None for the bare package names."""
+    for floor, packages in enumerate(FLOORS):
+        if within(module, packages):
+            return floor
+    return None
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_module_stands_on_a_floor(module: str) -> None:
+    """A new module must be given its place before it can be imported by anyone."""
+    assert module == "cluster" or floor_of(module) is not None
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_strictly_down(module: str) -> None:
+    """A module imports from lower floors, or from its own package."""
+    own = floor_of(module)
+    for imported in imports(MODULES[module]):
+        theirs = floor_of(imported)
+        if own is None or theirs is None or theirs < own:
+            continue
+        same_package = imported.split(".")[:2] == module.split(".")[:2]
+        on_floor_zero = own == theirs == 0
+        together = imported.startswith("deployments") and module.startswith("deployments")
+        assert same_package or on_floor_zero or together, f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_libraries_stay_on_their_floor(module: str) -> None:
+    """Ray, pydantic and torch are imported only where the architecture lets them in."""
+    for imported in imports(MODULES[module]):
+        library = imported.split(".")[0]
+        if library in ONLY_IN:
+            assert within(module, ONLY_IN[library]), f"{module} imports {library}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_only_config_reads_the_environment(module: str) -> None:
+    """os.environ is read in one place."""
+    if module == "cluster.config":
+        return
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in {"environ", "getenv", "putenv"}, f"{module}:{node.lineno}"
+
+
+def test_control_side_loads_no_torch_and_no_ray() -> None:
+    """Importing the control side pulls neither torch nor ray into the process."""
+    targets = [name for name in MODULES if within(name, TORCH_FREE)]
+    assert len(targets) > 10
+    code = (
+        f"import importlib, sys\n"
+        f"for name in {targets!r}: importlib.import_module(name)\n"
+        f"print(sorted({{'torch', 'ray'}} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
