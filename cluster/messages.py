@@ -138,6 +138,17 @@ class TokenDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What an engine serves. `variant_operations` is empty when its results are bit-exact."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    drafters: tuple[str, ...]
+    variant_operations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """How busy an engine is; rides on every output batch."""
 
