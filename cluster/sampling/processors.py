@@ -1,0 +1,119 @@
+"""From logits to the distribution a token is drawn from, each row by its own spec.
+
+The order is fixed: suppressed ids, temperature, top-k, top-p, min-p. Tokens are ranked by falling
+probability, equal ones by rising id, and every filter keeps a prefix of that ranking:
+
+- top-k keeps the first k;
+- top-p keeps the shortest prefix whose share of what top-k kept reaches p;
+- min-p keeps what is at least min_p times as probable as the first.
+
+So all three together keep the shortest of their prefixes, and never less than one token.
+
+A row's result never depends on the other rows. On CPU a sum or logsumexp over one long row is
+split over threads while over several rows it is not, so neither is used here: log_softmax, topk,
+sort, cumsum and the elementwise operations treat each row alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cluster.messages import SamplingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The most probable tokens of each row, best first: both `[rows, depth]`."""
+
+    log_probs: Tensor
+    token_ids: Tensor
+
+
+def suppress(logits: Tensor, specs: Sequence[SamplingSpec], positions: Sequence[int]) -> Tensor:
+    """Logits with -inf where a token cannot be drawn; the same tensor when there is no such."""
+    rows: list[int] = []
+    token_ids: list[int] = []
+    for row, (spec, position) in enumerate(zip(specs, positions, strict=True)):
+        if position < spec.suppressed_before:
+            rows.extend([row] * len(spec.suppressed_token_ids))
+            token_ids.extend(spec.suppressed_token_ids)
+    if not rows:
+        return logits
+    suppressed = logits.clone()
+    suppressed[
+        torch.tensor(rows, device=logits.device), torch.tensor(token_ids, device=logits.device)
+    ] = -torch.inf
+    return suppressed
+
+
+def tempered(logits: Tensor, specs: Sequence[SamplingSpec]) -> Tensor:
+    """Natural log-probabilities at each row's temperature, which is over 0: `[rows, vocab]`.
+
+    The best logit is taken off first, so that no temperature however small can overflow.
+    """
+    smallest = torch.finfo(logits.dtype).tiny
+    temperatures = torch.tensor(
+        [max(spec.temperature, smallest) for spec in specs],
+        dtype=logits.dtype,
+        device=logits.device,
+    )
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures.unsqueeze(-1)
+    return scaled.log_softmax(-1)
+
+
+def rank(log_probs: Tensor, depth: int) -> Ranking:
+    """The `depth` most probable tokens of each row, equal ones by rising id."""
+    if depth >= log_probs.shape[-1]:
+        return Ranking(*log_probs.sort(dim=-1, descending=True, stable=True))
+    values, token_ids = log_probs.topk(depth + 1, dim=-1)
+    cut = values[:, depth - 1] == values[:, depth]
+    values, token_ids = values[:, :depth], token_ids[:, :depth]
+    for row in cut.nonzero().flatten().tolist():
+        token_ids[row] = _lowest_ids(log_probs[row], values[row])
+    token_ids = token_ids.sort(dim=-1).values
+    values, order = log_probs.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return Ranking(values, token_ids.gather(-1, order))
+
+
+def kept_sizes(
+    ranking: Ranking, specs: Sequence[SamplingSpec], vocab_size: int
+) -> list[int | None]:
+    """How many ranks of each row its filters keep; None where a deeper ranking is needed to say.
+
+    `ranking` is of `tempered` log-probs; `vocab_size` ranks mean that nothing was filtered.
+    """
+    log_probs = ranking.log_probs.double()
+    depth = log_probs.shape[-1]
+    device = log_probs.device
+    top_k = torch.tensor([spec.top_k or vocab_size for spec in specs], device=device)
+    top_k = top_k.clamp(max=vocab_size)
+    top_p = torch.tensor([spec.top_p for spec in specs], dtype=torch.float64, device=device)
+    min_p = torch.tensor([spec.min_p for spec in specs], dtype=torch.float64, device=device)
+
+    mass = log_probs.exp().cumsum(-1)
+    mass_of_top_k = mass.gather(-1, (top_k.clamp(max=depth) - 1).unsqueeze(-1)).squeeze(-1)
+    total = torch.where(top_k < vocab_size, mass_of_top_k, 1.0)
+    in_top_p = (mass < (top_p * total).unsqueeze(-1)).sum(-1) + 1
+    in_top_p = torch.where(top_p < 1, in_top_p, vocab_size)
+    in_min_p = (log_probs >= log_probs[:, :1] + min_p.log().unsqueeze(-1)).sum(-1)
+    in_min_p = torch.where(min_p > 0, in_min_p, vocab_size)
+    sizes = torch.minimum(torch.minimum(in_top_p, in_min_p), top_k)
+    if depth >= vocab_size:
+        return [int(size) for size in sizes.tolist()]
+
+    total_unknown = (top_p < 1) & (top_k > depth) & (top_k < vocab_size)
+    may_reach_deeper = ((top_p < 1) & (in_top_p > depth)) | ((min_p > 0) & (in_min_p == depth))
+    undecided = total_unknown | (may_reach_deeper & (sizes >= depth) & (top_k > depth))
+    return [
+        None if unknown else int(size)
+        for unknown, size in zip(undecided.tolist(), sizes.tolist(), strict=True)
+    ]
+
+
+def _lowest_ids(log_probs: Tensor, best: Tensor) -> Tensor:
+    """The ids of one row's best tokens when the last of `best` ties with some left out."""
+    above = (log_probs > best[-1]).nonzero().flatten()
+    level = (log_probs == best[-1]).nonzero().flatten()
+    return torch.cat([above, level[: len(best) - len(above)]])
