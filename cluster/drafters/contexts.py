@@ -34,18 +34,18 @@ class DraftContext:
         self._num_settled = min(self._num_settled, base_length)
 
     def settle(self) -> int:
-        """Drop what was computed on other tokens than the committed; returns what is left.
+        """Drop what was computed on other tokens than the committed; returns how much is left.
 
-        Costs O(tokens since the last call), not O(context).
+        At least the last committed token is left to compute, since what follows it is sampled
+        from its row. Costs O(tokens since the last call), not O(context).
         """
-        agreed = min(len(self.computed_token_ids), len(self.token_ids))
-        while (
-            self._num_settled < agreed
-            and self.computed_token_ids[self._num_settled] == self.token_ids[self._num_settled]
-        ):
-            self._num_settled += 1
-        del self.computed_token_ids[self._num_settled :]
-        return self._num_settled
+        agreed = min(len(self.computed_token_ids), len(self.token_ids) - 1)
+        settled = min(self._num_settled, agreed)
+        while settled < agreed and self.computed_token_ids[settled] == self.token_ids[settled]:
+            settled += 1
+        del self.computed_token_ids[settled:]
+        self._num_settled = settled
+        return settled
 
 
 class DraftContexts:
