@@ -1,0 +1,34 @@
+"""How much one engine holds and runs at once."""
+
+from dataclasses import dataclass
+
+from cluster.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Sizes an engine keeps to: in tokens, sequences, blocks and seconds.
+
+    `block_size` and `num_blocks` are those of the target's KV cache; with `block_size` equal to
+    `max_model_len` a block is one slot for one sequence. Raises ConfigurationError when the
+    blocks cannot hold one full context, or a size leaves no room to work.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_waiting: int
+    block_size: int
+    num_blocks: int
+    draft_deadline_seconds: float
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name}: {getattr(self, name)} is not above 0")
+        if self.num_blocks * self.block_size < self.max_model_len:
+            raise ConfigurationError(
+                f"num_blocks: {self.num_blocks} blocks of {self.block_size} tokens cannot hold "
+                f"one context of {self.max_model_len}"
+            )
