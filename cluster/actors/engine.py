@@ -1,0 +1,162 @@
+"""An engine as an actor: requests come in by small calls, tokens go out by one stream a gateway.
+
+The actor's event loop runs the control side; the target computes in a thread of its own.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry
+from ray.actor import ActorHandle
+
+from cluster.actors.outbox import Outbox
+from cluster.actors.remote_drafter import RemoteDrafter
+from cluster.config import DrafthouseConfig, ModelDrafterConfig
+from cluster.errors import TargetUnavailable
+from cluster.local import LocalEngine, build_engine
+from cluster.messages import EngineLoad, ModelInfo, OutputBatch, TokenDelta
+from cluster.metrics import Family, collect
+from cluster.request import Request, SamplingParams, SpeculationParams, StoppingParams
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+STREAM_SECONDS = 3600.0  # after which a stream ends, to be opened again under the same name
+STREAM_ITEMS_AHEAD = 8  # items a gateway may be behind before its deltas are joined
+GONE_SECONDS = 15.0  # after which a gateway that takes nothing is given up
+FRESH_SECONDS = 5.0  # a token younger than this needs no probe
+POLL_SECONDS = 0.05
+
+PROBE = Request(
+    request_id="probe",
+    prompt_token_ids=(0,),
+    sampling=SamplingParams(seed=0, temperature=0.0),
+    stopping=StoppingParams(max_tokens=1, ignore_eos=True),
+    speculation=SpeculationParams(enabled=False),
+)
+
+
+class EngineActor:
+    """Owns one engine. `engine_id` is new for every start. Complete once it is constructed.
+
+    A stream is named by the gateway that reads it. Requests are given with the name of the stream
+    that is to carry their tokens, and end with it: a gateway whose stream broke opens another
+    under a new name, and submits again what had not finished.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits the constructor of an async actor
+        self, config: DrafthouseConfig, *, engine_id: str
+    ) -> None:
+        self._engine_id = engine_id
+        self._registry = CollectorRegistry()
+        self._remote_drafter = _remote_drafter(config, engine_id=engine_id)
+        self._local: LocalEngine = await asyncio.to_thread(
+            build_engine, config, registry=self._registry, drafter=self._remote_drafter
+        )
+        self._engine = self._local.engine
+        self._outboxes: dict[str, Outbox] = {}
+        self._probed_step_id = 0
+        self._last_progress = float("-inf")
+        self._running = asyncio.create_task(self._engine.run())
+        self._collecting = asyncio.create_task(self._give_up_gone_gateways())
+
+    async def run(self) -> None:
+        """Pend for as long as the engine runs. Raises TargetUnavailable when it failed."""
+        await asyncio.shield(self._running)
+
+    async def info(self) -> ModelInfo:
+        """What is served here."""
+        return self._local.info
+
+    async def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        return self._engine.load()
+
+    async def metrics(self) -> tuple[Family, ...]:
+        """Everything this process has counted."""
+        return collect(self._registry)
+
+    async def set_draft_workers(self, workers: Mapping[str, ActorHandle]) -> None:
+        """Draft with these workers, by worker id, from the next step on."""
+        if self._remote_drafter is not None:
+            self._remote_drafter.set_workers(workers)
+
+    async def submit(self, stream: str, request: Request) -> None:
+        """Take a request in, its tokens to go to `stream`. Raises what Engine.submit raises."""
+        outbox = self._outbox(stream)
+        outbox.request_ids.add(request.request_id)
+        try:
+            self._engine.submit(request, outbox.put)
+        except BaseException:
+            outbox.request_ids.discard(request.request_id)
+            raise
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests that nobody waits for any more; unknown ones have ended already."""
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+
+    async def outputs(self, stream: str) -> AsyncIterator[OutputBatch]:
+        """All tokens of a stream's requests, an item a step, and a heartbeat when there are none.
+
+        Ends after an hour; what is not delivered by then goes to the next stream of that name.
+        """
+        outbox = self._outbox(stream)
+        end = time.monotonic() + STREAM_SECONDS
+        while time.monotonic() < end:
+            deltas = await outbox.take(patience_seconds=HEARTBEAT_SECONDS)
+            yield OutputBatch(self._engine_id, deltas, self._engine.load())
+
+    async def probe(self, *, timeout_seconds: float) -> None:
+        """Return when the engine is seen to make progress.
+
+        A busy engine has to finish a step that was not finished at the last probe; an idle one
+        has to generate a token, unless it did a moment ago. Raises TargetUnavailable.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._progress()
+        except TimeoutError:
+            raise TargetUnavailable(f"no progress in {timeout_seconds} s") from None
+
+    async def _progress(self) -> None:
+        while (load := self._engine.load()).step_id == self._probed_step_id:
+            if load.running or load.waiting:
+                await asyncio.sleep(POLL_SECONDS)
+            elif time.monotonic() - self._last_progress < FRESH_SECONDS:
+                return
+            else:
+                await self._generate_one_token()
+        self._probed_step_id = load.step_id
+        self._last_progress = time.monotonic()
+
+    async def _generate_one_token(self) -> None:
+        async for delta in self._engine.generate(PROBE):
+            if not delta.token_ids:
+                raise TargetUnavailable(f"a probe ended without a token: {delta.error}")
+
+    def _outbox(self, stream: str) -> Outbox:
+        return self._outboxes.setdefault(stream, Outbox())
+
+    async def _give_up_gone_gateways(self) -> None:
+        while True:
+            await asyncio.sleep(GONE_SECONDS / 5)
+            for stream, outbox in list(self._outboxes.items()):
+                if outbox.silent_seconds > GONE_SECONDS:
+                    logger.warning("gateway stream %s is gone", stream)
+                    del self._outboxes[stream]
+                    for request_id in list(outbox.request_ids):
+                        self._engine.abort(request_id)
+
+
+def _remote_drafter(config: DrafthouseConfig, *, engine_id: str) -> RemoteDrafter | None:
+    """The way to the draft workers, when the draft model runs in them."""
+    match config.drafter:
+        case ModelDrafterConfig(placement="worker") as drafter:
+            return RemoteDrafter(
+                drafter.model, engine_id=engine_id, context_limit=drafter.max_model_len
+            )
+        case _:
+            return None
