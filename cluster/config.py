@@ -132,6 +132,17 @@ class DrafthouseConfig(Config):
     gateway: GatewayConfig = GatewayConfig()
 
 
+def drafter_from_flag(
+    draft: str, *, placement: Literal["in_process", "worker"]
+) -> NoDrafterConfig | NgramDrafterConfig | ModelDrafterConfig:
+    """What `--draft ngram|off|REF` means; REF is a model reference."""
+    plain: dict[str, NoDrafterConfig | NgramDrafterConfig] = {
+        "off": NoDrafterConfig(),
+        "ngram": NgramDrafterConfig(),
+    }
+    return plain.get(draft) or ModelDrafterConfig(model=draft, placement=placement)
+
+
 def load_config(path: Path) -> DrafthouseConfig:
     """Read a YAML file. Raises ConfigurationError naming every key that is wrong."""
     try:

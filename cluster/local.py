@@ -29,8 +29,6 @@ from cluster.models.load import load_decoder, load_spec
 from cluster.models.reference import load_generation_defaults, resolve
 from cluster.worker import TargetWorker, ThreadTarget
 
-MAX_DRAFT_POSITIONS = 64  # what the configuration allows for num_speculative_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class LocalEngine:
