@@ -81,16 +81,10 @@ class DraftContexts:
         if message.step_id < self._last_step.get(message.engine_id, 0):
             return dict.fromkeys((wanted.seq_id for wanted in message.wanted), None)
         self._remember_step(message)
-        self._num_messages += 1
+        self._num_messages += bool(message.wanted)
         for seq_id in message.finished:
             self._drop((message.engine_id, seq_id))
         return {wanted.seq_id: self._take(message.engine_id, wanted) for wanted in message.wanted}
-
-    def forget_engine(self, engine_id: str) -> None:
-        """Drop everything of an engine that is gone."""
-        for key in [key for key in self._contexts if key[0] == engine_id]:
-            self._drop(key)
-        self._last_step.pop(engine_id, None)
 
     def _remember_step(self, message: ExchangeInput) -> None:
         self._last_step[message.engine_id] = message.step_id

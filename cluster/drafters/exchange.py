@@ -12,6 +12,7 @@ that is outstanding, so a lost, late, repeated or reordered answer leaves the ne
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 from cluster.interfaces import DraftQuery
 from cluster.messages import Draft, DraftWanted, ExchangeInput, ExchangeOutput, Resync
@@ -32,14 +33,15 @@ class _Outstanding:
 class ExchangeClient:
     """What one engine knows of one draft worker.
 
-    `engine_id` must be new for every start of an engine: step ids count from it.
+    Step ids count from 1 for each client, so each makes a name of its own of `engine_id`: an engine
+    that comes back to a worker it knew with a new client is not taken for its former self.
 
     A sequence whose whole context is answered with Resync found the worker full. It is left out
     of the next `refusal_messages` messages, so that a full worker is not sent it at every step.
     """
 
     def __init__(self, engine_id: str, *, refusal_messages: int = REFUSAL_MESSAGES) -> None:
-        self._engine_id = engine_id
+        self._engine_id = f"{engine_id}/{uuid4().hex[:12]}"
         self._refusal_messages = refusal_messages
         self._step_id = 0
         self._held: dict[int, int] = {}  # committed tokens the worker has acknowledged

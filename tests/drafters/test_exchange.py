@@ -129,6 +129,16 @@ class TestClient:
         assert client.digest(owed) == {}
         assert client.message([query(7, [1, 2])]).wanted[0].base_length == 0
 
+    def test_a_new_client_of_a_known_engine_is_heard(self) -> None:
+        """An engine that lost sight of a worker and found it again is not taken for old news."""
+        contexts = DraftContexts(4)
+        former = ExchangeClient("e")
+        for _ in range(5):
+            former.digest(answer_to(contexts, former.message([query(7, [1])])))
+        client = ExchangeClient("e")
+        drafts = client.digest(answer_to(contexts, client.message([query(7, [2])])))
+        assert drafts == {7: Draft((fingerprint([2]),))}
+
     def test_a_full_worker_is_left_alone_for_a_while(self) -> None:
         """A sequence that found no slot is not sent whole at every step."""
         client, contexts = ExchangeClient("e", refusal_messages=3), DraftContexts(1)
@@ -216,9 +226,6 @@ class TestContexts:
         held = contexts.receive(message)[7]
         assert held is not None
         assert held.token_ids == [1]
-        contexts.forget_engine("a")
-        assert len(contexts) == 1
-        assert contexts.num_free_slots == 3
 
     def test_settle_keeps_what_was_computed_on_the_committed_tokens(self) -> None:
         """KV of accepted drafts stays, of rejected ones goes; one row is left to sample from."""
@@ -333,7 +340,8 @@ class World:
             self.to_worker.send(self.clients[engine_id].message(queries))
         for message in self.to_worker.arrivals():
             assert isinstance(message, ExchangeInput)
-            self.to_engine.send((message.engine_id, answer_to(self.contexts, message)))
+            engine_id = message.engine_id.split("/")[0]
+            self.to_engine.send((engine_id, answer_to(self.contexts, message)))
             assert len(self.contexts) + self.contexts.num_free_slots == self.num_slots
         drafted: dict[str, set[int]] = {"a": set(), "b": set()}
         for engine_id, answer in self.to_engine.arrivals():
