@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import cast
 
 from cluster.errors import Unavailable
 from cluster.messages import TokenDelta
@@ -24,6 +25,7 @@ class TextDelta:
     num_drafted: int = 0
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
+    error: str | None = None
 
 
 class TextStream:
@@ -75,6 +77,7 @@ def _with_text(delta: TokenDelta, text: str) -> TextDelta:
         num_drafted=delta.num_drafted,
         num_accepted=delta.num_accepted,
         finish_reason=delta.finish_reason,
+        error=delta.error,
     )
 
 
@@ -89,13 +92,14 @@ def _cut(delta: TokenDelta, *, num_tokens: int, text: str) -> TextDelta:
 
 
 async def stream_text(
-    deltas: AsyncGenerator[TokenDelta, None], stream: TextStream
-) -> AsyncIterator[TextDelta]:
+    deltas: AsyncIterator[TokenDelta], stream: TextStream
+) -> AsyncGenerator[TextDelta, None]:
     """All text deltas of a request; `deltas` is closed before the last one comes out.
 
-    Closing this closes `deltas` too. Raises Unavailable when `deltas` ends without a reason.
+    Closing this closes `deltas`, which is an async generator. Raises Unavailable when `deltas`
+    ends without a reason.
     """
-    async with aclosing(deltas):
+    async with aclosing(cast("AsyncGenerator[TokenDelta, None]", deltas)):
         async for delta in deltas:
             last = stream.push(delta)
             if last.finish_reason is not None:
