@@ -88,11 +88,11 @@ class _SuffixIndex:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Enter the n-grams that the tokens since the last call follow."""
-        for position in range(self._num_indexed, len(token_ids)):
-            for length in self._match_lengths:
-                if length <= position:
-                    ngram = tuple(token_ids[position - length : position])
-                    self._next_position[ngram] = position
+        for length in self._match_lengths:
+            first = max(self._num_indexed, length)  # the first new position that n tokens precede
+            read = token_ids[first - length : len(token_ids) - 1]
+            ngrams = zip(*(read[offset:] for offset in range(length)), strict=False)
+            self._next_position.update(zip(ngrams, range(first, len(token_ids)), strict=False))
         self._num_indexed = len(token_ids)
         self._last_token_id = token_ids[-1] if token_ids else None
 
