@@ -11,20 +11,18 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from prometheus_client import CollectorRegistry
 from ray.actor import ActorHandle
 
-from cluster.actors.outbox import Outbox
+from cluster.actors.outbox import HEARTBEAT_SECONDS, Outbox
 from cluster.actors.remote_drafter import RemoteDrafter
 from cluster.config import DrafthouseConfig, ModelDrafterConfig
 from cluster.errors import TargetUnavailable
 from cluster.local import LocalEngine, build_engine
-from cluster.messages import EngineLoad, ModelInfo, OutputBatch, TokenDelta
+from cluster.messages import EngineLoad, ModelInfo, OutputBatch
 from cluster.metrics import Family, collect
 from cluster.request import Request, SamplingParams, SpeculationParams, StoppingParams
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 0.5
 STREAM_SECONDS = 3600.0  # after which a stream ends, to be opened again under the same name
-STREAM_ITEMS_AHEAD = 8  # items a gateway may be behind before its deltas are joined
 GONE_SECONDS = 15.0  # after which a gateway that takes nothing is given up
 FRESH_SECONDS = 5.0  # a token younger than this needs no probe
 POLL_SECONDS = 0.05

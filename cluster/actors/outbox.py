@@ -10,6 +10,10 @@ from collections.abc import Callable
 
 from cluster.messages import TokenDelta
 
+HEARTBEAT_SECONDS = (
+    0.5  # after which an empty item goes out: each side hears that the other is there
+)
+
 
 def joined(earlier: TokenDelta, later: TokenDelta) -> TokenDelta:
     """Two deltas of one request as one, as if both steps had been one."""
