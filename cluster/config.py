@@ -3,6 +3,7 @@
 Nothing here downloads, connects or logs. The chosen drafter carries its own fields.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -161,3 +162,16 @@ def parse_config(data: object) -> DrafthouseConfig:
             for item in error.errors(include_url=False)
         )
         raise ConfigurationError(problems) from error
+
+
+def prepare_ray_environment(*, joining: bool) -> None:
+    """Set what Ray and its processes read from the environment; call it before importing ray.
+
+    What the operator has set stands. `joining` a cluster that has tokens needs the mode named.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")  # its own default of 15 starves the target
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    if joining and (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -21,7 +21,6 @@ from deployments.router import Router
 from deployments.supervision import SUPERVISOR_CPUS, actor_options, bundles
 from deployments.target import HEALTH_CHECK_SECONDS, Target
 
-APP_NAME = "drafthouse"
 ROUTER_RESOURCES: Resources = {"CPU": 0.1}
 MANY = 10_000  # calls under way at once, far more than there ever are
 DRAIN_MARGIN_SECONDS = 10.0

@@ -7,10 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from ray.actor import exit_actor
 
 from cluster.config import DrafthouseConfig, ModelDrafterConfig
-from cluster.local import build_draft_model, use_threads
 from cluster.messages import Draft, ExchangeInput, ExchangeOutput
 from cluster.metrics import LATENCY_BUCKETS, Family, collect
-from cluster.models.load import load_spec
 from cluster.models.reference import resolve
 
 logger = logging.getLogger(__name__)
@@ -24,6 +22,10 @@ class DraftWorker:
     """
 
     def __init__(self, config: DrafthouseConfig, drafter: ModelDrafterConfig) -> None:
+        # Supervisors know this class too, and have no use for torch: only a worker loads it.
+        from cluster.local import build_draft_model, use_threads  # noqa: PLC0415
+        from cluster.models.load import load_spec  # noqa: PLC0415
+
         use_threads(drafter.num_threads)
         vocab_size = load_spec(resolve(config.target.model)).vocab_size
         self._model = build_draft_model(drafter, vocab_size=vocab_size)

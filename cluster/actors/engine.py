@@ -15,7 +15,6 @@ from cluster.actors.outbox import HEARTBEAT_SECONDS, Outbox
 from cluster.actors.remote_drafter import RemoteDrafter
 from cluster.config import DrafthouseConfig, ModelDrafterConfig
 from cluster.errors import TargetUnavailable
-from cluster.local import LocalEngine, build_engine
 from cluster.messages import EngineLoad, ModelInfo, OutputBatch
 from cluster.metrics import Family, collect
 from cluster.request import Request, SamplingParams, SpeculationParams, StoppingParams
@@ -47,10 +46,13 @@ class EngineActor:
     async def __init__(  # type: ignore[misc]  # Ray awaits the constructor of an async actor
         self, config: DrafthouseConfig, *, engine_id: str
     ) -> None:
+        # Supervisors know this class too, and have no use for torch: only an engine loads it.
+        from cluster.local import build_engine  # noqa: PLC0415
+
         self._engine_id = engine_id
         self._registry = CollectorRegistry()
         self._remote_drafter = _remote_drafter(config, engine_id=engine_id)
-        self._local: LocalEngine = await asyncio.to_thread(
+        self._local = await asyncio.to_thread(
             build_engine, config, registry=self._registry, drafter=self._remote_drafter
         )
         self._engine = self._local.engine

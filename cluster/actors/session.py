@@ -1,0 +1,167 @@
+"""A Ray cluster for as long as a command runs: started here or joined, and the app on it."""
+
+import importlib
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any, cast
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
+
+from cluster.config import DrafthouseConfig, GatewayConfig
+from cluster.errors import ConfigurationError, Unavailable
+
+APP_NAME = "drafthouse"
+IMPORT_PATH = "deployments.app:build_app"  # a name, as Serve itself takes it: deployments are above
+OBJECT_STORE_BYTES = 256 * 2**20  # everything on the data path rides inline
+SHUTDOWN_SECONDS = 5.0  # what streams under way are given when the command is ended
+POLL_SECONDS = 0.25
+ANSWER_SECONDS = 10.0
+OUR_ERROR = re.compile(r"cluster\.errors\.\w+(?:\x1b\[\d+m)?: ([^\n]+)")
+
+
+@contextmanager
+def local_ray(num_cpus: int, gateway: GatewayConfig) -> Iterator[None]:
+    """A Ray cluster of this process's own; nothing of it is left behind.
+
+    `num_cpus` is what Ray may count with, not what there is.
+    """
+    ray.init(
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        _start_serve(gateway)
+        yield
+    finally:
+        with _undisturbed():
+            _within(SHUTDOWN_SECONDS, serve.shutdown)
+            ray.shutdown()
+
+
+@contextmanager
+def joined_ray(address: str, gateway: GatewayConfig) -> Iterator[None]:
+    """A Ray cluster that runs already; the application is all that is added and taken away."""
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise Unavailable(f"no Ray cluster answers at {address}: {error}") from error
+    try:
+        _start_serve(gateway)
+        yield
+    finally:
+        with _undisturbed():
+            _within(gateway.drain_seconds, lambda: serve.delete(APP_NAME))
+            ray.shutdown()
+
+
+def deploy(config: DrafthouseConfig) -> DeploymentHandle:
+    """Put the application on the cluster; returns the gateway, which may not be up yet."""
+    module, _, attribute = IMPORT_PATH.partition(":")
+    build_app = getattr(importlib.import_module(module), attribute)
+    target = serve.RunTarget(
+        target=build_app(config.model_dump(mode="json")), name=APP_NAME, route_prefix="/"
+    )
+    [gateway] = serve.run_many([target], wait_for_applications_running=False)
+    return gateway
+
+
+def await_ready(gateway: DeploymentHandle, *, progress: Callable[[str], None]) -> int:
+    """Return the gRPC port once the gateway takes requests; tell meanwhile what is awaited.
+
+    Raises ConfigurationError with the reason when the application cannot start.
+    """
+    while not _running(progress):
+        time.sleep(POLL_SECONDS)
+    progress("waiting for the first token")
+    while not _answer(gateway.ready.remote()):
+        time.sleep(POLL_SECONDS)
+    return cast("int", _answer(gateway.grpc_port.remote()))
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on."""
+    return _bound(host, 0)
+
+
+def check_free(host: str, port: int, *, field: str) -> None:
+    """Raises ConfigurationError when somebody listens on the port."""
+    try:
+        _bound(host, port)
+    except OSError as error:
+        raise ConfigurationError(f"{field}: {host}:{port} is taken ({error.strerror})") from error
+
+
+def _bound(host: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return cast("int", probe.getsockname()[1])
+
+
+def _start_serve(gateway: GatewayConfig) -> None:
+    serve.start(
+        http_options={"host": gateway.host, "port": gateway.http_port},
+        logging_config={"log_level": "ERROR", "enable_access_log": False},
+    )
+
+
+def _running(progress: Callable[[str], None]) -> bool:
+    """Whether every deployment is up. Raises ConfigurationError when one cannot come up."""
+    app = serve.status().applications[APP_NAME]
+    messages = [app.message, *(deployment.message for deployment in app.deployments.values())]
+    for message in messages:
+        if match := OUR_ERROR.search(message):
+            raise ConfigurationError(match.group(1).strip())
+    if app.status in {ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY}:
+        raise ConfigurationError(_last_line(messages))
+    missing = [
+        name for name, deployment in app.deployments.items() if deployment.status.value != "HEALTHY"
+    ]
+    progress(f"starting {', '.join(missing).lower() or 'the deployments'}")
+    return app.status is ApplicationStatus.RUNNING
+
+
+def _last_line(messages: list[str]) -> str:
+    lines = [line.strip() for message in messages for line in message.splitlines()]
+    return next((line for line in reversed(lines) if line), "the application did not start")
+
+
+def _answer(response: Any) -> Any:  # noqa: ANN401 - whatever the deployment's method returns
+    """What a deployment answers; None while it does not."""
+    with suppress(TimeoutError, RayError, RayServeException):
+        return response.result(timeout_s=ANSWER_SECONDS)
+    return None
+
+
+def _within(seconds: float, action: Callable[[], None]) -> None:
+    """Do it, but wait no longer than that."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Cleaning up is not interrupted: an impatient second Ctrl-C would leave things behind."""
+    handlers = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,144 @@
+"""`drafthouse serve`: the whole cluster, for as long as the command runs."""
+
+import math
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from cluster.config import (
+    DrafthouseConfig,
+    ModelDrafterConfig,
+    drafter_from_flag,
+    load_config,
+    parse_config,
+    prepare_ray_environment,
+)
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+ROOM_CPUS = 0.5  # gateway's, router's and supervisors' small shares, beside targets and drafts
+
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes any free port.")]
+
+
+def serve(
+    config: Annotated[Path | None, typer.Argument(help="A YAML file; see local.yaml.")] = None,
+    *,
+    target: Annotated[str | None, typer.Option(help="Model reference of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="ngram, off, or a model reference.")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(min=0, max=64)] = None,
+    grpc_port: Port = None,
+    http_port: Port = None,
+    address: Annotated[str | None, typer.Option(help="Join this Ray cluster.")] = None,
+) -> None:
+    """Serve over gRPC until Ctrl-C, on a Ray of its own or one that runs already."""
+    settings = _settings(
+        load_config(config) if config else DrafthouseConfig(),
+        target=target,
+        draft=draft,
+        num_speculative_tokens=num_speculative_tokens,
+        grpc_port=grpc_port,
+        http_port=http_port,
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with Console(stderr=True).status("loading") as status:
+            _serve(settings, address, status)
+    except KeyboardInterrupt:
+        return
+
+
+def _serve(config: DrafthouseConfig, address: str | None, status: Status) -> None:
+    prepare_ray_environment(joining=address is not None)
+    if address is None:
+        status.update("checking the models")
+        _check_models(config)
+    status.update("loading Ray")
+    from cluster.actors import session
+
+    gateway = config.gateway
+    cluster: AbstractContextManager[None]
+    if address is None:
+        session.check_free(gateway.host, gateway.grpc_port, field="gateway.grpc_port")
+        session.check_free(gateway.host, gateway.http_port, field="gateway.http_port")
+        if gateway.http_port == 0:
+            config = _changed(config, gateway={"http_port": session.free_port(gateway.host)})
+        status.update("starting Ray")
+        cluster = session.local_ray(_num_cpus(config), config.gateway)
+    else:
+        status.update(f"joining Ray at {address}")
+        cluster = session.joined_ray(address, gateway)
+    with cluster:
+        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own in place
+        grpc_port = session.await_ready(session.deploy(config), progress=status.update)
+        status.stop()
+        host = config.gateway.host
+        print(  # noqa: T201 - a line for programs, whatever the terminal is
+            f"ready grpc={host}:{grpc_port} http={host}:{config.gateway.http_port}", flush=True
+        )
+        while True:
+            signal.pause()
+
+
+def _settings(
+    config: DrafthouseConfig,
+    *,
+    target: str | None,
+    draft: str | None,
+    num_speculative_tokens: int | None,
+    grpc_port: int | None,
+    http_port: int | None,
+) -> DrafthouseConfig:
+    """The configuration with what the options say in its place."""
+    changes: dict[str, Any] = {
+        "target": {"model": target},
+        "speculation": {"num_speculative_tokens": num_speculative_tokens},
+        "gateway": {"grpc_port": grpc_port, "http_port": http_port},
+    }
+    config = _changed(config, **changes)
+    if target is not None:
+        config = parse_config(config.model_dump() | {"name": target})
+    if draft is not None:
+        drafter = drafter_from_flag(draft, placement="worker")
+        config = parse_config(config.model_dump() | {"drafter": drafter.model_dump()})
+    return config
+
+
+def _changed(config: DrafthouseConfig, **sections: dict[str, Any]) -> DrafthouseConfig:
+    """A copy with some fields of some sections changed; None leaves a field as it is."""
+    data = config.model_dump()
+    for section, fields in sections.items():
+        data[section] |= {name: value for name, value in fields.items() if value is not None}
+    return parse_config(data)
+
+
+def _check_models(config: DrafthouseConfig) -> None:
+    """Refuse here, in a second, what the cluster would refuse after starting up."""
+    from cluster.drafters.vocabulary import check_same_tokenizer
+    from cluster.models.reference import resolve
+
+    folder = resolve(config.target.model)
+    if isinstance(config.drafter, ModelDrafterConfig):
+        check_same_tokenizer(folder, resolve(config.drafter.model))
+
+
+def _num_cpus(config: DrafthouseConfig) -> int:
+    """Logical CPUs for Ray to count with: they only say who fits where, not what may be used."""
+    needed = config.target.num_replicas * config.target.resources.get("CPU", 0.0) + ROOM_CPUS
+    needed += config.gateway.num_replicas * config.gateway.resources.get("CPU", 0.0)
+    match config.drafter:
+        case ModelDrafterConfig(num_replicas=num_replicas, resources=resources):
+            needed += num_replicas * resources.get("CPU", 0.0)
+        case _:
+            pass
+    return max(2, math.ceil(needed))
+
+
+def _interrupt(number: int, frame: object) -> None:
+    del number, frame
+    raise KeyboardInterrupt
