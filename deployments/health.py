@@ -11,7 +11,7 @@ POLL_SECONDS = 0.25
 
 
 class HealthService:
-    """Serves `Check` and `Watch` for the named services, and for "" which stands for all."""
+    """Serves `Check`, `List` and `Watch` for the named services, and for "" which stands for all."""
 
     def __init__(self, ready: Callable[[], bool], services: tuple[str, ...]) -> None:
         self._ready = ready
@@ -26,6 +26,17 @@ class HealthService:
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         return self._response()
+
+    async def List(  # noqa: N802 - the wire's name
+        self,
+        request: health_pb2.HealthListRequest,
+        context: aio.ServicerContext[object, object],
+    ) -> health_pb2.HealthListResponse:
+        """The status of every service."""
+        del request, context
+        return health_pb2.HealthListResponse(
+            statuses=dict.fromkeys(self._services, self._response())
+        )
 
     async def Watch(  # noqa: N802 - the wire's name
         self,
