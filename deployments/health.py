@@ -11,7 +11,7 @@ POLL_SECONDS = 0.25
 
 
 class HealthService:
-    """Serves `Check`, `List` and `Watch` for the named services, and for "" which stands for all."""
+    """Serves `Check`, `List` and `Watch` for the named services and for "", which is all."""
 
     def __init__(self, ready: Callable[[], bool], services: tuple[str, ...]) -> None:
         self._ready = ready
