@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from cluster.actors.outbox import HEARTBEAT_SECONDS, Outbox
 from cluster.actors.remote_drafter import RemoteDrafter
 from cluster.config import DrafthouseConfig, ModelDrafterConfig
+from cluster.engine.engine import Engine
 from cluster.errors import TargetUnavailable
 from cluster.messages import EngineLoad, ModelInfo, OutputBatch
 from cluster.metrics import Family, collect
@@ -35,53 +36,30 @@ PROBE = Request(
 )
 
 
-class EngineActor:
-    """Owns one engine. `engine_id` is new for every start. Complete once it is constructed.
+class EngineHost:
+    """Runs one engine for any number of gateways, from inside an event loop.
 
     A stream is named by the gateway that reads it. Requests are given with the name of the stream
     that is to carry their tokens, and end with it: a gateway whose stream broke opens another
     under a new name, and submits again what had not finished.
     """
 
-    async def __init__(  # type: ignore[misc]  # Ray awaits the constructor of an async actor
-        self, config: DrafthouseConfig, *, engine_id: str
-    ) -> None:
-        # Supervisors know this class too, and have no use for torch: only an engine loads it.
-        from cluster.local import build_engine  # noqa: PLC0415
-
+    def __init__(self, engine: Engine, *, engine_id: str) -> None:
+        self._engine = engine
         self._engine_id = engine_id
-        self._registry = CollectorRegistry()
-        self._remote_drafter = _remote_drafter(config, engine_id=engine_id)
-        self._local = await asyncio.to_thread(
-            build_engine, config, registry=self._registry, drafter=self._remote_drafter
-        )
-        self._engine = self._local.engine
         self._outboxes: dict[str, Outbox] = {}
         self._probed_step_id = 0
         self._last_progress = float("-inf")
-        self._running = asyncio.create_task(self._engine.run())
+        self._running = asyncio.create_task(engine.run())
         self._collecting = asyncio.create_task(self._give_up_gone_gateways())
 
     async def run(self) -> None:
         """Pend for as long as the engine runs. Raises TargetUnavailable when it failed."""
         await asyncio.shield(self._running)
 
-    async def info(self) -> ModelInfo:
-        """What is served here."""
-        return self._local.info
-
     async def load(self) -> EngineLoad:
         """How busy the engine is."""
         return self._engine.load()
-
-    async def metrics(self) -> tuple[Family, ...]:
-        """Everything this process has counted."""
-        return collect(self._registry)
-
-    async def set_draft_workers(self, workers: Mapping[str, ActorHandle]) -> None:
-        """Draft with these workers, by worker id, from the next step on."""
-        if self._remote_drafter is not None:
-            self._remote_drafter.set_workers(workers)
 
     async def submit(self, stream: str, request: Request) -> None:
         """Take a request in, its tokens to go to `stream`. Raises what Engine.submit raises."""
@@ -149,6 +127,37 @@ class EngineActor:
                     del self._outboxes[stream]
                     for request_id in list(outbox.request_ids):
                         self._engine.abort(request_id)
+
+
+class EngineActor(EngineHost):
+    """The host as an actor that builds its engine. `engine_id` is new for every start."""
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits the constructor of an async actor
+        self, config: DrafthouseConfig, *, engine_id: str
+    ) -> None:
+        # Supervisors know this class too, and have no use for torch: only an engine loads it.
+        from cluster.local import build_engine  # noqa: PLC0415
+
+        self._registry = CollectorRegistry()
+        self._remote_drafter = _remote_drafter(config, engine_id=engine_id)
+        local = await asyncio.to_thread(
+            build_engine, config, registry=self._registry, drafter=self._remote_drafter
+        )
+        self._info = local.info
+        super().__init__(local.engine, engine_id=engine_id)
+
+    async def info(self) -> ModelInfo:
+        """What is served here."""
+        return self._info
+
+    async def metrics(self) -> tuple[Family, ...]:
+        """Everything this process has counted."""
+        return collect(self._registry)
+
+    async def set_draft_workers(self, workers: Mapping[str, ActorHandle]) -> None:
+        """Draft with these workers, by worker id, from the next step on."""
+        if self._remote_drafter is not None:
+            self._remote_drafter.set_workers(workers)
 
 
 def _remote_drafter(config: DrafthouseConfig, *, engine_id: str) -> RemoteDrafter | None:

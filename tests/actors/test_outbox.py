@@ -1,0 +1,97 @@
+"""What waits for a gateway."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.actors.outbox import Outbox
+from cluster.messages import TokenDelta
+from cluster.request import FinishReason
+
+
+def delta(
+    request_id: str, *token_ids: int, finish_reason: FinishReason | None = None
+) -> TokenDelta:
+    return TokenDelta(
+        request_id=request_id,
+        token_ids=token_ids,
+        logprobs=tuple(-float(token_id) for token_id in token_ids),
+        num_drafted=len(token_ids),
+        num_accepted=len(token_ids) // 2,
+        finish_reason=finish_reason,
+    )
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.none(), st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 9), max_size=4))
+    ),
+    max_size=40,
+)
+
+
+@given(ACTIONS)
+def test_however_slow_the_gateway_every_token_arrives_once_and_in_order(
+    actions: list[tuple[str, list[int]] | None],
+) -> None:
+    """Joining deltas loses, doubles and reorders nothing, and sums their counts."""
+
+    async def run() -> list[TokenDelta]:
+        outbox = Outbox()
+        taken: list[TokenDelta] = []
+        for action in [*actions, None]:
+            if action is None:
+                taken += await outbox.take(patience_seconds=0)
+            else:
+                outbox.put(delta(action[0], *action[1]))
+        return taken
+
+    taken = asyncio.run(run())
+    for request_id in "abc":
+        put = [delta(name, *ids) for name, ids in filter(None, actions) if name == request_id]
+        got = [item for item in taken if item.request_id == request_id]
+        for field in ("token_ids", "logprobs"):
+            assert sum((getattr(item, field) for item in got), ()) == sum(
+                (getattr(item, field) for item in put), ()
+            )
+        for field in ("num_drafted", "num_accepted"):
+            assert sum(getattr(item, field) for item in got) == sum(
+                getattr(item, field) for item in put
+            )
+
+
+async def test_waiting_is_bounded_by_the_requests() -> None:
+    """A thousand steps nobody fetched wait as one delta a request, the end included."""
+    outbox = Outbox()
+    for token_id in range(1000):
+        outbox.put(delta("a", token_id))
+        outbox.put(delta("b", token_id))
+    outbox.put(delta("b", finish_reason=FinishReason.LENGTH))
+    first, second = await outbox.take(patience_seconds=0)
+    assert first.token_ids == second.token_ids == tuple(range(1000))
+    assert (first.finish_reason, second.finish_reason) == (None, FinishReason.LENGTH)
+
+
+async def test_nothing_to_tell_is_told_after_the_patience() -> None:
+    """An empty take is what makes a heartbeat."""
+    assert await Outbox().take(patience_seconds=0.001) == ()
+
+
+async def test_a_take_is_woken_by_the_first_delta() -> None:
+    """A waiting gateway is not kept until the heartbeat."""
+    outbox = Outbox()
+    taking = asyncio.create_task(outbox.take(patience_seconds=60))
+    await asyncio.sleep(0)
+    outbox.put(delta("a", 1))
+    assert [item.token_ids for item in await taking] == [(1,)]
+
+
+async def test_silence_is_counted_from_the_last_take() -> None:
+    """A gateway that comes for nothing is not silent; one that does not come is."""
+    now = 100.0
+    outbox = Outbox(clock=lambda: now)
+    now = 107.0
+    assert outbox.silent_seconds == 7.0
+    await outbox.take(patience_seconds=0)
+    assert outbox.silent_seconds == 0.0
