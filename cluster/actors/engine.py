@@ -48,7 +48,7 @@ class EngineHost:
         self._engine = engine
         self._engine_id = engine_id
         self._outboxes: dict[str, Outbox] = {}
-        self._probed_step_id = 0
+        self._num_probed_steps = 0
         self._last_progress = float("-inf")
         self._running = asyncio.create_task(engine.run())
         self._collecting = asyncio.create_task(self._give_up_gone_gateways())
@@ -100,15 +100,23 @@ class EngineHost:
             raise TargetUnavailable(f"no progress in {timeout_seconds} s") from None
 
     async def _progress(self) -> None:
-        while (load := self._engine.load()).step_id == self._probed_step_id:
-            if load.running or load.waiting:
+        while (num_steps := self._num_finished_steps()) <= self._num_probed_steps:
+            if self._busy():
                 await asyncio.sleep(POLL_SECONDS)
             elif time.monotonic() - self._last_progress < FRESH_SECONDS:
                 return
             else:
                 await self._generate_one_token()
-        self._probed_step_id = load.step_id
+        self._num_probed_steps = num_steps
         self._last_progress = time.monotonic()
+
+    def _busy(self) -> bool:
+        load = self._engine.load()
+        return load.running + load.waiting > 0
+
+    def _num_finished_steps(self) -> int:
+        """Steps that are certainly over: while there is work the latest may be under way."""
+        return self._engine.load().step_id - self._busy()
 
     async def _generate_one_token(self) -> None:
         async for delta in self._engine.generate(PROBE):

@@ -50,7 +50,11 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
         target = make_fake_target(limits)
         if fails_at is not None:
             target = FailingTarget(
-                FakeModel(), num_blocks=limits.num_blocks, block_size=256, fails_at=fails_at
+                FakeModel(),
+                num_blocks=limits.num_blocks,
+                block_size=limits.block_size,
+                max_model_len=limits.max_model_len,
+                fails_at=fails_at,
             )
         engine = make_engine(target, SiblingDrafter(FakeModel()), limits=limits)
         handles.append(FakeHandle(Host(engine, engine_id=f"engine-{len(handles)}")))
