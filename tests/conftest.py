@@ -3,9 +3,14 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from prometheus_client import CollectorRegistry
 
 from cluster.metrics import EngineMetrics
+
+# The same examples every time, and no limit on an example's time: neighbours share the machine.
+settings.register_profile("project", derandomize=True, deadline=None)
+settings.load_profile("project")
 
 
 @pytest.fixture

@@ -77,9 +77,11 @@ class FakeTarget:
         *,
         num_blocks: int,
         block_size: int,
+        max_model_len: int,
         during_step: Callable[[StepInput], object] = lambda _: None,
     ) -> None:
         self._model = model
+        self._max_model_len = max_model_len
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._during_step = during_step
@@ -106,6 +108,7 @@ class FakeTarget:
     def _compute(self, rows: SequenceRows) -> SequenceTokens | None:
         assert rows.token_ids, "a sequence without rows"
         assert all(0 <= token_id < self._model.vocab_size for token_id in rows.token_ids)
+        assert rows.start + len(rows.token_ids) < self._max_model_len, "no room for the next token"
         assert 0 <= rows.num_drafts < len(rows.token_ids)
         assert rows.sampling is not None or rows.num_drafts == 0
         states = self._write(rows)
@@ -159,10 +162,13 @@ class FailingTarget(FakeTarget):
         *,
         num_blocks: int,
         block_size: int,
+        max_model_len: int,
         fails_at: int,
         error: BaseException | None = None,
     ) -> None:
-        super().__init__(model, num_blocks=num_blocks, block_size=block_size)
+        super().__init__(
+            model, num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len
+        )
         self._fails_at = fails_at
         self._error = error or TargetUnavailable("the rank is gone")
 

@@ -1,7 +1,7 @@
 """Runs an engine under test and says what each request got."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from cluster.control.policy import FixedPolicy
 from cluster.engine.engine import Engine
 from cluster.engine.limits import EngineLimits
 from cluster.interfaces import Drafter, Target
-from cluster.messages import SamplingSpec, TokenDelta
+from cluster.messages import SamplingSpec, StepInput, TokenDelta
 from cluster.metrics import EngineMetrics
 from cluster.request import FinishReason, Request, SamplingParams, SpeculationParams, StoppingParams
 from tests.fakes import EOS_TOKEN_ID, FakeModel, FakeTarget
@@ -140,13 +140,16 @@ def make_engine(
     )
 
 
-def make_fake_target(limits: EngineLimits, **options: object) -> FakeTarget:
+def make_fake_target(
+    limits: EngineLimits, during_step: Callable[[StepInput], object] = lambda _: None
+) -> FakeTarget:
     """A fake target with the memory that the limits speak of."""
     return FakeTarget(
         FakeModel(limits.vocab_size),
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
-        **options,  # type: ignore[arg-type]
+        max_model_len=limits.max_model_len,
+        during_step=during_step,
     )
 
 

@@ -185,7 +185,6 @@ class Engine:
             sequence = turn.sequence
             if self._sequences.get(sequence.request.request_id) is not sequence:
                 continue  # ended while the step was in flight, or by another's emit
-            sequence.last_step_id = plan.step_id
             sequence.num_computed_tokens += turn.num_rows
             if (answer := answers.get(sequence.seq_id)) is not None:
                 draft = drafts.get(sequence.seq_id, Draft())

@@ -1,10 +1,10 @@
 """Who has rows in the next step, and how many.
 
-A step's budget is spent in this order: one row for every running sequence (whoever had its last
-row longest ago comes first, so that all go on even when the budget is smaller than their
-number), then the rest of the prompts under way and newly admitted ones, oldest first, then
-drafts. Prompts leave drafts up to half of what is left after the first rows, and drafts leave
-prompts the other half.
+A step's budget is spent in this order: one row for every running sequence, then the rest of the
+prompts under way and newly admitted ones, oldest first, then drafts. Prompts leave drafts up to
+half of what is left after the first rows, and drafts leave prompts the other half. A sequence is
+admitted only into a row that is left, so running ones never outnumber the budget: none of them
+ever skips a step, whatever the budget.
 """
 
 from collections import deque
@@ -101,13 +101,10 @@ class Scheduler:
         return Plan(self._step_id, turns, limits)
 
     def _first_rows(self) -> dict[Sequence, int]:
-        """One row for each running sequence whose turn it is and whose block can be had."""
-        by_last_turn = sorted(self.running, key=lambda sequence: sequence.last_step_id)
-        chosen = set(by_last_turn[: self._limits.max_num_batched_tokens])
-        oldest_first = [sequence for sequence in self.running if sequence in chosen]
-        for sequence in oldest_first:
+        """One row for each running sequence, after making room for its tokens."""
+        for sequence in tuple(self.running):
             self._hold_blocks(sequence)
-        return {sequence: 1 for sequence in oldest_first if sequence in self.running}
+        return dict.fromkeys(self.running, 1)
 
     def _hold_blocks(self, sequence: Sequence) -> None:
         """Have blocks for all its tokens, at the cost of the youngest, which may be itself."""

@@ -37,7 +37,6 @@ class Sequence:
         self.max_model_len = max_model_len
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed_tokens = 0
-        self.last_step_id = 0  # the step it last had a row in
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -79,7 +79,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     ]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200)
 @given(
     arrivals=arrivals(),
     drafter_class=st.sampled_from(DRAFTERS),
