@@ -30,6 +30,7 @@ from cluster.text.answer import Answer
 from cluster.text.stream import TextDelta, TextStream, stream_text
 from deployments.account import Account
 from deployments.health import HealthService
+from deployments.malformed import MalformedAsInvalid
 from deployments.schemas import (
     REFUSED_FIELDS,
     SERVED_FIELDS,
@@ -178,6 +179,7 @@ def build_server(
     it. Raises ConfigurationError when the port is taken, also by another server of ours.
     """
     server = aio.server(
+        interceptors=(MalformedAsInvalid(SERVICE_NAME),),
         options=(
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -186,7 +188,7 @@ def build_server(
             # Notices a client whose machine has gone without a word.
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
-        )
+        ),
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     health = HealthService(service.backend.ready, (SERVICE_NAME,))

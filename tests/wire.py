@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from google.protobuf.json_format import ParseDict
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
@@ -44,8 +43,8 @@ class ScriptedModel(FakeModel):
 class PacedTarget(FakeTarget):
     """Does a step only when it was allowed one."""
 
-    def __init__(self, model: FakeModel, *, num_blocks: int, block_size: int) -> None:
-        super().__init__(model, num_blocks=num_blocks, block_size=block_size)
+    def __init__(self, model: FakeModel, **sizes: int) -> None:
+        super().__init__(model, **sizes)  # type: ignore[arg-type]
         self.allowed = asyncio.Semaphore(0)
         self.num_begun = 0
 
@@ -133,8 +132,7 @@ def request(**fields: object) -> inference_pb2.GenerateRequest:
     """A request of plain data; three token ids are its prompt if it says nothing else."""
     if not fields.keys() & {"prompt", "messages", "token_ids"}:
         fields["token_ids"] = PROMPT
-    message: inference_pb2.GenerateRequest = ParseDict(fields, inference_pb2.GenerateRequest())
-    return message
+    return inference_pb2.GenerateRequest(**fields)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -158,7 +156,12 @@ async def served(
     """A server up inside the block; afterwards nothing of any request may be left."""
     engine_limits = make_limits(**({"vocab_size": tokenizer.num_tokens} | limits))
     model = ScriptedModel(engine_limits.vocab_size, tuple(script))
-    fake = target(model, num_blocks=engine_limits.num_blocks, block_size=engine_limits.block_size)
+    fake = target(
+        model,
+        num_blocks=engine_limits.num_blocks,
+        block_size=engine_limits.block_size,
+        max_model_len=engine_limits.max_model_len,
+    )
     engine_registry, gateway_registry = CollectorRegistry(), CollectorRegistry()
     engine = make_engine(
         fake,
