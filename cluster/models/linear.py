@@ -1,0 +1,111 @@
+"""Linear layers, one kind for each (device, dtype), whose rows do not know of one another.
+
+Plain `F.linear` on a CPU rounds a row differently from row count to row count, and two rows cost
+twice one. oneDNN with weights reordered for a handful of rows does neither.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cluster.errors import ConfigurationError
+
+ROWS_HINT = 8  # the row count oneDNN lays weights out for; with 1, one row rounds differently
+INT8_LEVELS = 127
+INT8_ZERO_POINT = 128
+
+
+class Linear(Protocol):
+    """`y = x W^T + bias`, rows `[num_rows, in]` to `[num_rows, out]`."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The product."""
+        ...
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """`residual` plus the product."""
+        ...
+
+
+class PlainLinear:
+    """The framework's own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return functional.linear(rows, self._weight, self._bias)
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        return residual + self(rows)
+
+
+class ReorderedLinear:
+    """float32 on a CPU: oneDNN over weights laid out once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        self._bias = bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            rows, residual, self._weight, self._bias, "add"
+        )
+
+
+class RowwiseInt8Linear:
+    """int8 weights scaled by output, activations by row: a row's scale is its own maximum.
+
+    One scale for the whole batch would make a row as coarse as its largest neighbour.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        scales = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / INT8_LEVELS
+        quantized = torch.quantize_per_channel(
+            weight, scales, torch.zeros_like(scales), axis=0, dtype=torch.qint8
+        )
+        self._packed = torch.ops.quantized.linear_prepack(quantized, None)
+        self._bias = bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        scales = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
+        scales.clamp_min_(torch.finfo(torch.float32).tiny)
+        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows / scales, 1 / INT8_LEVELS, INT8_ZERO_POINT, self._packed
+        )
+        product *= scales
+        return product if self._bias is None else product.add_(self._bias)
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        return self(rows).add_(residual)
+
+
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+
+LINEARS: dict[tuple[str, str], MakeLinear] = {
+    ("cpu", "float32"): ReorderedLinear,
+    ("cpu", "int8"): RowwiseInt8Linear,
+    ("cpu", "bfloat16"): PlainLinear,
+    ("cpu", "float16"): PlainLinear,
+    ("cuda", "float32"): PlainLinear,
+    ("cuda", "bfloat16"): PlainLinear,
+    ("cuda", "float16"): PlainLinear,
+}
+
+
+def linear_for(device: str, dtype: str) -> MakeLinear:
+    """The kind of linear layer for a device and a dtype. Raises ConfigurationError."""
+    kind = (torch.device(device).type, dtype)
+    if kind not in LINEARS:
+        known = ", ".join(f"{name} on {where}" for where, name in LINEARS)
+        raise ConfigurationError(
+            f"dtype {dtype!r} on {device!r} is not supported; there is {known}"
+        )
+    return LINEARS[kind]
