@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.cli_serve import serve
 from cluster.config import (
     BUILTIN_MODEL,
     DrafthouseConfig,
@@ -24,12 +25,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(serve)
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 Target = Annotated[str, typer.Option(help="Hugging Face id, folder, .gguf file or built-in name.")]
 Draft = Annotated[str, typer.Option(help="ngram, off, or a model reference.")]
 NumSpeculativeTokens = Annotated[int, typer.Option(min=0, max=64, help="Drafts per step.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1)]
+Temperature = Annotated[float | None, typer.Option(min=0.0)]
+Seed = Annotated[int | None, typer.Option(min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -40,9 +45,9 @@ def generate(  # noqa: PLR0913 - one parameter an option
     target: Target = BUILTIN_MODEL,
     draft: Draft = "ngram",
     num_speculative_tokens: NumSpeculativeTokens = 4,
-    max_tokens: Annotated[int | None, typer.Option(min=1)] = 256,
-    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
-    seed: Annotated[int | None, typer.Option(min=0)] = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    seed: Seed = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     json_output: Json = False,
 ) -> None:
@@ -72,6 +77,25 @@ def generate(  # noqa: PLR0913 - one parameter an option
         f"{answer.num_accepted} of {answer.num_drafted} drafts accepted, "
         f"ended by {answer.finish_reason}, seed {answer.seed}[/dim]"
     )
+
+
+@app.command()
+def chat(  # noqa: PLR0913 - one parameter an option
+    *,
+    address: Annotated[str, typer.Option(help="HOST:PORT of a server.")] = "127.0.0.1:50051",
+    once: Annotated[str | None, typer.Option(help="Ask this, then end.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    show_drafts: Annotated[bool, typer.Option(help="Accepted drafts in another colour.")] = True,
+    json_output: Json = False,
+) -> None:
+    """Talk to a server: one line a turn, until the input ends."""
+    from cluster.tools.chat import AnswerOptions
+    from cluster.tools.chat import chat as talk
+
+    options = AnswerOptions(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    talk(address, once=once, json_output=json_output, show_drafts=show_drafts, options=options)
 
 
 @app.command()
