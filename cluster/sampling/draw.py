@@ -8,13 +8,14 @@ and Minka, "A* sampling", 2014) the two stages together are exact, too.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cluster.messages import SamplingSpec
 from cluster.sampling.noise import Stream, gumbel, row_keys
-from cluster.sampling.processors import Ranking, kept_sizes, rank, suppress, tempered
+from cluster.sampling.processors import kept_sizes, rank, suppress, tempered
 
 NUM_INDIVIDUAL = 256  # changing it changes what a seed draws
 _DEEPER = 16  # a filter that reaches beyond the individual tokens is first sought this much deeper
@@ -38,15 +39,14 @@ def sample(
     if not random_rows:
         return _ints(logits.argmax(-1))
     if len(random_rows) == len(specs):
-        return _draw(tempered(logits, specs), specs, positions, num_individual)
+        return _draw(logits, specs, positions, num_individual)
     token_ids = [0] * len(specs)
     greedy_rows = [row for row, spec in enumerate(specs) if spec.temperature <= 0]
     for row, token_id in zip(greedy_rows, _ints(logits[greedy_rows].argmax(-1)), strict=True):
         token_ids[row] = token_id
-    random_specs = [specs[row] for row in random_rows]
     drawn = _draw(
-        tempered(logits[random_rows], random_specs),
-        random_specs,
+        logits[random_rows],
+        [specs[row] for row in random_rows],
         [positions[row] for row in random_rows],
         num_individual,
     )
@@ -61,91 +61,97 @@ def token_log_probs(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
     return [float(value) for value in logits.log_softmax(-1).gather(-1, chosen).flatten().tolist()]
 
 
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What the filters keep beyond the individual tokens, for the rows that keep any there.
+
+    `log_probs` is `[len(rows), vocab]`, -inf for every token that is not in the rest.
+    """
+
+    rows: list[int]
+    log_probs: Tensor
+
+
 def _draw(
-    log_probs: Tensor,
+    logits: Tensor,
     specs: Sequence[SamplingSpec],
     positions: Sequence[int],
     num_individual: int,
 ) -> list[int]:
-    """The filters and the two stages, over rows of tempered log-probs."""
-    seeds = [spec.seed for spec in specs]
-    device = log_probs.device
-    ranking = rank(log_probs, num_individual)
-    depth = ranking.token_ids.shape[-1]
-    rest_rows, rest, sizes = _remainder(log_probs, ranking, specs)
+    """The filters and both stages, over rows that are all random."""
+    device = logits.device
+    log_probs = tempered(logits, specs)
+    ranked = rank(logits, num_individual)
+    depth = ranked.shape[-1]
+    sizes, rest = _filter(logits, log_probs, ranked, specs)
 
-    scores = ranking.log_probs + gumbel(
-        row_keys(seeds, positions, Stream.TOKEN, device), ranking.token_ids
+    scores = log_probs.gather(-1, ranked) + gumbel(
+        _keys(range(len(specs)), specs, positions, Stream.TOKEN, device), ranked
     )
-    beyond = torch.arange(depth, device=device) >= torch.tensor(sizes, device=device).unsqueeze(-1)
-    scores = scores.masked_fill(beyond, -torch.inf)
-    if not rest_rows:
-        return _ints(ranking.token_ids.gather(-1, scores.argmax(-1, keepdim=True)))
+    removed = torch.arange(depth, device=device) >= torch.tensor(sizes, device=device).unsqueeze(-1)
+    scores = scores.masked_fill(removed, -torch.inf)
+    if not rest.rows:
+        return _ints(ranked.gather(-1, scores.argmax(-1, keepdim=True)))
 
     rest_scores = torch.full_like(scores[:, :1], -torch.inf)
-    rest_scores[rest_rows] = _log_mass(rest) + gumbel(
-        row_keys(
-            [seeds[row] for row in rest_rows],
-            [positions[row] for row in rest_rows],
-            Stream.REST,
-            device,
-        ),
-        torch.zeros(len(rest_rows), 1, dtype=torch.int64, device=device),
+    rest_scores[rest.rows] = _log_mass(rest.log_probs) + gumbel(
+        _keys(rest.rows, specs, positions, Stream.REST, device),
+        torch.zeros(len(rest.rows), 1, dtype=torch.int64, device=device),
     )
-    winners = torch.cat([scores, rest_scores], dim=-1).argmax(-1)
-    chosen = ranking.token_ids.gather(-1, winners.clamp(max=depth - 1).unsqueeze(-1))
-    token_ids = _ints(chosen)
-    won = [index for index, row in enumerate(rest_rows) if int(winners[row]) == depth]
-    won_rows = [rest_rows[index] for index in won]
-    keys = row_keys(
-        [seeds[row] for row in won_rows],
-        [positions[row] for row in won_rows],
-        Stream.WITHIN_REST,
-        device,
-    )
-    for row, token_id in zip(won_rows, _draw_within(rest[won], keys), strict=True):
+    winners = torch.cat([scores, rest_scores], dim=-1).argmax(-1, keepdim=True)
+    token_ids = _ints(ranked.gather(-1, winners.clamp(max=depth - 1)))
+    rest_won = [index for index, row in enumerate(rest.rows) if int(winners[row]) == depth]
+    rows = [rest.rows[index] for index in rest_won]
+    keys = _keys(rows, specs, positions, Stream.WITHIN_REST, device)
+    for row, token_id in zip(rows, _draw_within(rest.log_probs[rest_won], keys), strict=True):
         token_ids[row] = token_id
     return token_ids
 
 
-def _remainder(
-    log_probs: Tensor, ranking: Ranking, specs: Sequence[SamplingSpec]
-) -> tuple[list[int], Tensor, list[int]]:
-    """What the filters keep beyond the ranking.
+def _keys(
+    rows: Sequence[int],
+    specs: Sequence[SamplingSpec],
+    positions: Sequence[int],
+    stream: Stream,
+    device: torch.device,
+) -> Tensor:
+    """The noise keys of some of the rows."""
+    seeds = [specs[row].seed for row in rows]
+    return row_keys(seeds, [positions[row] for row in rows], stream, device)
 
-    Returns the rows that keep something there, their log-probs (`[len(rows), vocab]`, -inf for
-    all but the remainder), and how many ranks every row keeps in all.
-    """
-    vocab_size = log_probs.shape[-1]
-    depth = ranking.token_ids.shape[-1]
+
+def _filter(
+    logits: Tensor, log_probs: Tensor, ranked: Tensor, specs: Sequence[SamplingSpec]
+) -> tuple[list[int], _Rest]:
+    """How many ranks each row keeps, and what of them lies beyond `ranked`."""
+    vocab_size, depth = logits.shape[-1], ranked.shape[-1]
     sizes: list[int] = []
-    remainders: dict[int, Tensor] = {}
-    for row, size in enumerate(kept_sizes(ranking, specs, vocab_size)):
-        if size is None or depth < size < vocab_size:
-            kept = _kept_ids(log_probs[row : row + 1], specs[row], depth * _DEEPER)
-            sizes.append(len(kept))
-            if len(kept) > depth:
-                remainder = torch.full_like(log_probs[row], -torch.inf)
-                remainder[kept[depth:]] = log_probs[row, kept[depth:]]
-                remainders[row] = remainder
-        else:
+    beyond: dict[int, Tensor] = {}
+    for row, size in enumerate(kept_sizes(log_probs.gather(-1, ranked), specs, vocab_size)):
+        if size is not None and (size <= depth or size == vocab_size):
             sizes.append(size)
-    rest_rows = [row for row, size in enumerate(sizes) if size > depth]
-    rest = log_probs[rest_rows].scatter(-1, ranking.token_ids[rest_rows], -torch.inf)
-    for index, row in enumerate(rest_rows):
-        if row in remainders:
-            rest[index] = remainders[row]
-    return rest_rows, rest, sizes
+            continue
+        one = slice(row, row + 1)
+        kept = _kept_ids(logits[one], log_probs[one], specs[row], depth * _DEEPER)
+        sizes.append(len(kept))
+        beyond[row] = kept[depth:]
+    rows = [row for row, size in enumerate(sizes) if size > depth]
+    rest = log_probs[rows].scatter(-1, ranked[rows], -torch.inf)
+    for index, row in enumerate(rows):
+        if row in beyond:
+            rest[index] = -torch.inf
+            rest[index, beyond[row]] = log_probs[row, beyond[row]]
+    return sizes, _Rest(rows, rest)
 
 
-def _kept_ids(log_probs: Tensor, spec: SamplingSpec, depth: int) -> Tensor:
-    """The ids one row's filters keep, by rank, looking as deep as it takes. `[1, vocab]` in."""
-    vocab_size = log_probs.shape[-1]
-    ranking = rank(log_probs, min(depth, vocab_size))
-    size = kept_sizes(ranking, [spec], vocab_size)[0]
-    if size is None or size > ranking.token_ids.shape[-1]:
-        return _kept_ids(log_probs, spec, vocab_size)
-    return ranking.token_ids[0, :size]
+def _kept_ids(logits: Tensor, log_probs: Tensor, spec: SamplingSpec, depth: int) -> Tensor:
+    """The ids that one row (`[1, vocab]`) keeps, best first, looking as deep as it takes."""
+    vocab_size = logits.shape[-1]
+    ranked = rank(logits, depth)
+    size = kept_sizes(log_probs.gather(-1, ranked), [spec], vocab_size)[0]
+    if size is None or size > ranked.shape[-1]:
+        return _kept_ids(logits, log_probs, spec, vocab_size)
+    return ranked[0, :size]
 
 
 def _log_mass(log_probs: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """From logits to the distribution a token is drawn from, each row by its own spec.
 
 The order is fixed: suppressed ids, temperature, top-k, top-p, min-p. Tokens are ranked by falling
-probability, equal ones by rising id, and every filter keeps a prefix of that ranking:
+logit, equal ones by rising id, and every filter keeps a prefix of that ranking:
 
 - top-k keeps the first k;
 - top-p keeps the shortest prefix whose share of what top-k kept reaches p;
@@ -15,20 +15,11 @@ sort, cumsum and the elementwise operations treat each row alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cluster.messages import SamplingSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """The most probable tokens of each row, best first: both `[rows, depth]`."""
-
-    log_probs: Tensor
-    token_ids: Tensor
 
 
 def suppress(logits: Tensor, specs: Sequence[SamplingSpec], positions: Sequence[int]) -> Tensor:
@@ -63,28 +54,31 @@ def tempered(logits: Tensor, specs: Sequence[SamplingSpec]) -> Tensor:
     return scaled.log_softmax(-1)
 
 
-def rank(log_probs: Tensor, depth: int) -> Ranking:
-    """The `depth` most probable tokens of each row, equal ones by rising id."""
-    if depth >= log_probs.shape[-1]:
-        return Ranking(*log_probs.sort(dim=-1, descending=True, stable=True))
-    values, token_ids = log_probs.topk(depth + 1, dim=-1)
-    cut = values[:, depth - 1] == values[:, depth]
-    values, token_ids = values[:, :depth], token_ids[:, :depth]
-    for row in cut.nonzero().flatten().tolist():
-        token_ids[row] = _lowest_ids(log_probs[row], values[row])
+def rank(logits: Tensor, depth: int) -> Tensor:
+    """The ids of the `depth` best tokens of each row, equal ones by rising id: `[rows, depth]`.
+
+    Logits, not log-probs: rounding can make two log-probs equal whose logits are not.
+    """
+    if depth >= logits.shape[-1]:
+        return logits.sort(dim=-1, descending=True, stable=True).indices
+    values, token_ids = logits.topk(depth + 1, dim=-1)
+    cut_through_a_tie = values[:, depth - 1] == values[:, depth]
+    token_ids = token_ids[:, :depth]
+    for row in cut_through_a_tie.nonzero().flatten().tolist():
+        token_ids[row] = _best_ids(logits[row], values[row, depth], depth)
     token_ids = token_ids.sort(dim=-1).values
-    values, order = log_probs.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
-    return Ranking(values, token_ids.gather(-1, order))
+    order = logits.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True).indices
+    return token_ids.gather(-1, order)
 
 
 def kept_sizes(
-    ranking: Ranking, specs: Sequence[SamplingSpec], vocab_size: int
+    log_probs: Tensor, specs: Sequence[SamplingSpec], vocab_size: int
 ) -> list[int | None]:
-    """How many ranks of each row its filters keep; None where a deeper ranking is needed to say.
+    """How many ranks of each row its filters keep; None where it takes more ranks to say.
 
-    `ranking` is of `tempered` log-probs; `vocab_size` ranks mean that nothing was filtered.
+    `log_probs` are the tempered ones of the best tokens, best first: `[rows, depth]`.
     """
-    log_probs = ranking.log_probs.double()
+    log_probs = log_probs.double()
     depth = log_probs.shape[-1]
     device = log_probs.device
     top_k = torch.tensor([spec.top_k or vocab_size for spec in specs], device=device)
@@ -112,8 +106,8 @@ def kept_sizes(
     ]
 
 
-def _lowest_ids(log_probs: Tensor, best: Tensor) -> Tensor:
-    """The ids of one row's best tokens when the last of `best` ties with some left out."""
-    above = (log_probs > best[-1]).nonzero().flatten()
-    level = (log_probs == best[-1]).nonzero().flatten()
-    return torch.cat([above, level[: len(best) - len(above)]])
+def _best_ids(logits: Tensor, threshold: Tensor, depth: int) -> Tensor:
+    """The ids of one row's best tokens when several are level at `threshold`, the last value."""
+    above = (logits > threshold).nonzero().flatten()
+    level = (logits == threshold).nonzero().flatten()
+    return torch.cat([above, level[: depth - len(above)]])
