@@ -16,7 +16,7 @@ from cluster.config import (
     parse_config,
 )
 from deployments.draft import Draft
-from deployments.gateway import Gateway, http
+from deployments.gateway import Gateway
 from deployments.router import Router
 from deployments.supervision import SUPERVISOR_CPUS, actor_options, bundles
 from deployments.target import HEALTH_CHECK_SECONDS, Target
@@ -71,7 +71,7 @@ def build(config: DrafthouseConfig) -> serve.Application:
             )
             drafts.append(draft.bind(config, drafter, bound_router))
     # No surge: a port is listened on by one gateway at a time.
-    gateway = serve.deployment(serve.ingress(http)(Gateway)).options(
+    gateway = serve.deployment(serve.ingress()(Gateway)).options(
         **COMMON,
         name="Gateway",
         num_replicas=config.gateway.num_replicas,

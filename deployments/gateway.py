@@ -6,8 +6,8 @@ import logging
 import uuid
 from pathlib import Path
 
-from fastapi import FastAPI, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -19,13 +19,12 @@ from cluster.metrics import Family, GatewayMetrics, collect
 from cluster.models.reference import load_generation_defaults, resolve
 from cluster.text.tokenizer import load_tokenizer
 from deployments.grpc_service import InferenceService, build_server
+from deployments.http_service import build_http_app
 from deployments.metrics import MetricsPage
 from deployments.schemas import RequestReader
 from deployments.supervision import follow
 
 logger = logging.getLogger(__name__)
-
-http = FastAPI(title="Drafthouse", docs_url=None, redoc_url=None)
 
 
 class Gateway:
@@ -68,17 +67,9 @@ class Gateway:
             follow(router, member=lambda: None, on_snapshot=self._on_snapshot)
         )
 
-    @http.get("/health")
-    async def health(self) -> Response:
-        """200 when requests are taken, 503 when not: what grpc.health.v1 says, for HTTP."""
-        if self._pool.ready():
-            return Response("SERVING\n", media_type="text/plain")
-        return Response("NOT_SERVING\n", status_code=503, media_type="text/plain")
-
-    @http.get("/metrics")
-    async def metrics_page(self) -> Response:
-        """Every process's metrics on one page."""
-        return Response(await self._page.get(), media_type=CONTENT_TYPE_LATEST)
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """What Serve's HTTP proxy is answered with."""
+        return build_http_app(self._pool.ready, self._page)
 
     async def metrics(self) -> tuple[str, tuple[Family, ...]]:
         """The id and everything this gateway has counted."""

@@ -1,6 +1,7 @@
 """A Ray cluster for as long as a command runs: started here or joined, and the app on it."""
 
 import importlib
+import logging
 import re
 import signal
 import socket
@@ -47,7 +48,7 @@ def local_ray(num_cpus: int, gateway: GatewayConfig) -> Iterator[None]:
         yield
     finally:
         with _undisturbed():
-            _within(SHUTDOWN_SECONDS, serve.shutdown)
+            _within(SHUTDOWN_SECONDS, _delete_app)
             ray.shutdown()
 
 
@@ -63,7 +64,7 @@ def joined_ray(address: str, gateway: GatewayConfig) -> Iterator[None]:
         yield
     finally:
         with _undisturbed():
-            _within(gateway.drain_seconds, lambda: serve.delete(APP_NAME))
+            _within(gateway.drain_seconds, _delete_app)
             ray.shutdown()
 
 
@@ -113,6 +114,8 @@ def _bound(host: str, port: int) -> int:
 
 
 def _start_serve(gateway: GatewayConfig) -> None:
+    for name in ("ray", "ray.serve"):  # what they have to say is in the session's log files
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     serve.start(
         http_options={"host": gateway.host, "port": gateway.http_port},
         logging_config={"log_level": "ERROR", "enable_access_log": False},
@@ -138,6 +141,11 @@ def _running(progress: Callable[[str], None]) -> bool:
 def _last_line(messages: list[str]) -> str:
     lines = [line.strip() for message in messages for line in message.splitlines()]
     return next((line for line in reversed(lines) if line), "the application did not start")
+
+
+def _delete_app() -> None:
+    with suppress(RayError, RayServeException):  # it never came up, or Ray itself is gone
+        serve.delete(APP_NAME)
 
 
 def _answer(response: Any) -> Any:  # noqa: ANN401 - whatever the deployment's method returns

@@ -1,0 +1,49 @@
+"""What every test of the whole cluster stands on. Each module has a Ray of its own."""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.config import prepare_ray_environment
+from tests.checkpoints import make_checkpoint
+
+END_SECONDS = 20.0
+MARK = "DRAFTHOUSE_TEST_MODULE"  # in the environment of every process a module starts
+
+# Before anything imports ray: no token file is written to the home folder of whoever runs tests.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+prepare_ray_environment(joining=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """After a module's last test every process that it started, at whatever remove, has ended."""
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    yield
+    del os.environ[MARK]
+    end = time.monotonic() + END_SECONDS
+    while (left := _marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "target", num_layers=3)
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.pid != os.getpid():
+                found.append(f"{process.pid} {process.name()}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
