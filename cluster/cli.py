@@ -80,7 +80,7 @@ def generate(  # noqa: PLR0913 - one parameter an option
 
 
 @app.command()
-def chat(  # noqa: PLR0913 - one parameter an option
+def chat(
     *,
     address: Annotated[str, typer.Option(help="HOST:PORT of a server.")] = "127.0.0.1:50051",
     once: Annotated[str | None, typer.Option(help="Ask this, then end.")] = None,
