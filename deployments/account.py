@@ -5,16 +5,19 @@ import time
 from types import TracebackType
 from typing import Self
 
+from cluster.errors import InvalidRequest, Overloaded, Unavailable, UnknownModel
 from cluster.metrics import GatewayMetrics
 from cluster.request import FinishReason
 from cluster.text.stream import TextDelta
+
+REFUSALS = (InvalidRequest, Overloaded, Unavailable, UnknownModel)
 
 
 class Account:
     """Counts one request, from the moment it is made; settled on leaving the `with`.
 
-    A request counts as started with its first delta. What goes wrong before is a refusal, what
-    goes wrong after is an error, and being cancelled or closed at any moment is an abort.
+    Being cancelled or closed at any moment is an abort. A request that is turned away before its
+    first delta is a refusal; whatever else goes wrong is an error.
     """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
@@ -51,7 +54,7 @@ class Account:
             self._metrics.ended(self._finish_reason, seconds=seconds)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._metrics.ended(FinishReason.ABORT, seconds=seconds)
-        elif self._started:
-            self._metrics.ended(FinishReason.ERROR, seconds=seconds)
-        else:
+        elif isinstance(error, REFUSALS) and not self._started:
             self._metrics.refused()
+        else:
+            self._metrics.ended(FinishReason.ERROR, seconds=seconds)

@@ -193,11 +193,25 @@ async def test_faults_of_ours_are_internal_and_say_nothing(tokenizer: Tokenizer)
     async def serve_once() -> None:
         async with served(tokenizer, target=BrokenTarget) as wire:
             errors.append(await failure(wire))
+            assert series(wire.gateway_registry)["drafthouse_requests_total{outcome=error}"] == 1
 
     with pytest.raises(TargetUnavailable):  # the engine's own end, which its supervisor sees
         await serve_once()
     assert errors[0].code() == grpc.StatusCode.INTERNAL
     assert not re.search(r"secret|shadow|Traceback|\.py|/", errors[0].details())
+
+
+async def test_an_answer_the_server_ends_may_be_asked_again(tokenizer: Tokenizer) -> None:
+    """When it was not the caller who aborted, it is told so, and not given half an answer."""
+    async with served(tokenizer, tokenizer.encode("a" * 50), target=PacedTarget) as wire:
+        assert isinstance(wire.target, PacedTarget)
+        call = wire.stub.GenerateStream(request())
+        wire.target.allow()
+        assert (await call.read()).text == "a"
+        wire.backend.engine.abort(wire.backend.requests[0].request_id)
+        wire.target.allow()
+        assert await call.code() == grpc.StatusCode.UNAVAILABLE
+        assert series(wire.gateway_registry)["drafthouse_requests_total{outcome=error}"] == 1
 
 
 @pytest.mark.parametrize(
