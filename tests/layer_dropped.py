@@ -2,8 +2,10 @@
 
     python -m tests.layer_dropped smollm2-135m-instruct OUT 20    # then: --draft OUT
 
-Of SmolLM2-135M's 30 layers 25 kept still agree with it most of the time, and 20 some of it; the
-copy shares tokenizer, embeddings and head, so the vocabularies are equal by construction.
+The copy shares tokenizer, embeddings and head, so the vocabularies are equal by construction. Of
+SmolLM2-135M's 30 layers the copy without layer 14 agrees with 87% of the original's greedy tokens,
+the outer 25 with 55%, the outer 20 with 15%; leaving out one of the layers 0, 1, 11, 28 or 29
+costs more than half (5 short chat answers, 120 tokens).
 """
 
 import json

@@ -29,7 +29,7 @@ from cluster.models.decoder import Decoder, Segment
 from cluster.models.kv_cache import KVCache
 from cluster.sampling.draw import sample
 
-MAX_ROWS = 256
+MAX_ROWS = 128
 
 
 @dataclass(slots=True)
