@@ -9,6 +9,7 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from cluster.engine.engine import Engine
+from cluster.interfaces import Target
 from cluster.messages import ModelInfo, SamplingSpec, StepInput, StepOutput, TokenDelta
 from cluster.metrics import GatewayMetrics
 from cluster.models.reference import GenerationDefaults
@@ -118,7 +119,7 @@ class Wire:
     channel: aio.Channel
     stub: inference_pb2_grpc.InferenceStub
     backend: EngineBackend
-    target: FakeTarget
+    target: Target
     gateway_registry: CollectorRegistry
     engine_registry: CollectorRegistry
 
@@ -162,7 +163,7 @@ async def served(
         block_size=engine_limits.block_size,
         max_model_len=engine_limits.max_model_len,
     )
-    engine_registry, gateway_registry = CollectorRegistry(), CollectorRegistry()
+    engine_registry = CollectorRegistry()
     engine = make_engine(
         fake,
         drafter(model),
@@ -177,13 +178,35 @@ async def served(
         vocab_size=engine_limits.vocab_size,
         drafters=("fake",),
     )
+    async with serving(
+        engine,
+        info,
+        tokenizer,
+        target=fake,
+        engine_registry=engine_registry,
+        max_message_bytes=max_message_bytes,
+    ) as wire:
+        yield wire
+
+
+@asynccontextmanager
+async def serving(
+    engine: Engine,
+    info: ModelInfo,
+    tokenizer: Tokenizer,
+    *,
+    target: Target,
+    engine_registry: CollectorRegistry,
+    max_message_bytes: int = 2**20,
+) -> AsyncIterator[Wire]:
+    """A server of this engine, up inside the block; afterwards nothing may be left in it."""
     backend = EngineBackend(engine, info)
     reader = RequestReader(info, tokenizer, GenerationDefaults(eos_token_ids=frozenset({EOS})))
-    metrics = GatewayMetrics(gateway_registry, model=MODEL)
+    gateway_registry = CollectorRegistry()
     at_rest = engine.load().free_blocks
     async with running(engine):
         server, port = build_server(
-            InferenceService(backend, reader, metrics),
+            InferenceService(backend, reader, GatewayMetrics(gateway_registry, model=info.name)),
             host="127.0.0.1",
             port=0,
             max_message_bytes=max_message_bytes,
@@ -192,7 +215,7 @@ async def served(
         try:
             async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub = inference_pb2_grpc.InferenceStub(channel)
-                yield Wire(port, channel, stub, backend, fake, gateway_registry, engine_registry)
+                yield Wire(port, channel, stub, backend, target, gateway_registry, engine_registry)
         finally:
             await server.stop(None)
         await until(lambda: engine.load().running == engine.load().waiting == 0)
