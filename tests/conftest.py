@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,35 @@ def metrics(registry: CollectorRegistry) -> EngineMetrics:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny llama checkpoints of one vocabulary: a `target`, and a `random` stranger to it."""
+    """Tiny llama checkpoints of one vocabulary.
+
+    A `target`; a `sibling` of it, which mostly agrees; and a `random` one, which hardly does.
+    """
     from tests.checkpoints import make_checkpoint  # noqa: PLC0415 - control tests need no torch
 
     folder = tmp_path_factory.mktemp("checkpoints")
+    target = make_checkpoint(
+        folder / "target", seed=1, hidden_size=32, max_position_embeddings=2304
+    )
     return {
-        name: make_checkpoint(folder / name, seed=seed)
-        for name, seed in (("target", 1), ("random", 2))
+        "target": target,
+        "sibling": _disturbed(target, folder / "sibling", scale=0.05),
+        "random": make_checkpoint(
+            folder / "random", seed=2, hidden_size=32, max_position_embeddings=2304
+        ),
     }
+
+
+def _disturbed(source: Path, folder: Path, *, scale: float) -> Path:
+    """A copy of a checkpoint with noise of `scale` times its spread on every weight."""
+    import torch  # noqa: PLC0415 - as above
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415 - as above
+
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(3)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        noise = torch.randn(weight.shape, generator=generator)
+        weights[name] = weight + scale * weight.std() * noise
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

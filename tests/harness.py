@@ -17,6 +17,7 @@ from cluster.request import FinishReason, Request, SamplingParams, SpeculationPa
 from tests.fakes import EOS_TOKEN_ID, FakeModel, FakeTarget
 
 GREEDY = SamplingParams(seed=0, temperature=0.0)
+SAMPLED = SamplingParams(seed=7, temperature=1.0)
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,27 @@ def reference(
         finish_reason=reason,
         num_prompt_tokens=len(request.prompt_token_ids),
     )
+
+
+async def fake_answers(
+    asked: Iterable[Request], drafter: Drafter, *, k: int, limits: EngineLimits
+) -> list[Recorder]:
+    """All answers of an engine of its own; nothing is left in it."""
+    engine = make_engine(make_fake_target(limits), drafter, limits=limits, num_speculative_tokens=k)
+    async with running(engine):
+        recorders = await ask(engine, asked)
+        load = engine.load()
+    assert (load.running, load.waiting, load.free_blocks) == (0, 0, limits.num_blocks)
+    return recorders
+
+
+def check_same(recorders: Iterable[Recorder], limits: EngineLimits) -> None:
+    """Each answer is the fake model's own."""
+    for recorder in recorders:
+        expected = reference(
+            FakeModel(limits.vocab_size), recorder.request, max_model_len=limits.max_model_len
+        )
+        assert recorder.answer() == expected
 
 
 def series(registry: CollectorRegistry) -> Mapping[str, float]:

@@ -34,7 +34,7 @@ class Saying(FakeDrafter):
         super().__init__(MODEL)
         self._token_ids = token_ids
 
-    async def propose(self, queries: object) -> dict[int, Draft]:  # type: ignore[override]
+    async def propose(self, queries: object) -> dict[int, Draft]:
         """These, whatever is asked."""
         del queries
         return {3: Draft(self._token_ids)}  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The engine takes nothing that could harm the others, and says which field it was."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.harness import make_limits, make_request
 LIMITS = make_limits(max_model_len=16)
 
 
-def sampled(**fields: float) -> Request:
+def sampled(**fields: Any) -> Request:  # noqa: ANN401 - any field of SamplingParams
     return make_request([1], sampling=replace(SamplingParams(seed=1), **fields))
 
 
