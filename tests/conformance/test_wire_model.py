@@ -96,20 +96,17 @@ async def test_x22_same_answers_whatever_drafts(
         assert same(await answers(wire, temperature, together=True), expected)
         assert expected[0].last.speculation.drafted == 0
     model = {"kind": "model", "placement": "in_process", "max_model_len": 512, "num_threads": 1}
-    for drafter, num_speculative_tokens in (
-        (NGRAM, 1),
-        (NGRAM, 5),
-        (model | {"model": str(folder)}, 4),
-        (model | {"model": str(checkpoints["random"])}, 2),
-    ):
+    own, unrelated = (model | {"model": str(checkpoints[name])} for name in ("target", "random"))
+    for drafter, num_speculative_tokens in ((NGRAM, 1), (NGRAM, 5), (own, 4), (unrelated, 2)):
         async with up(folder, drafter, num_speculative_tokens) as wire:
             found = await answers(wire, temperature, together=True)
             assert same(found, expected), drafter
-            assert sum(answer.last.speculation.drafted for answer in found) > 0
-            if drafter.get("model") == str(folder):
-                drafted = sum(answer.last.speculation.drafted for answer in found)
-                accepted = sum(answer.last.speculation.accepted for answer in found)
-                assert accepted > 0.9 * drafted
+            drafted = sum(answer.last.speculation.drafted for answer in found)
+            accepted = sum(answer.last.speculation.accepted for answer in found)
+            if drafter is own:
+                assert accepted > 0.9 * drafted > 0
+            elif drafter is unrelated:
+                assert drafted > 0
 
 
 async def test_x20_the_seed_decides(checkpoints: dict[str, Path]) -> None:
