@@ -22,6 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from cluster.models.kv_cache import KEY_CHUNK, KVCache, round_up
 from cluster.models.spec import ModelSpec
 
+NARROW_HEAD = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -208,4 +210,4 @@ def _locate_keys(pieces: list[_Piece], num_keys: int, cache: KVCache) -> Tensor 
 
 
 def _row_multiple(spec: ModelSpec) -> int:
-    return 4 if spec.head_dim <= 64 else 8  # noqa: PLR2004
+    return 4 if spec.head_dim <= NARROW_HEAD else 8

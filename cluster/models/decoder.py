@@ -89,7 +89,8 @@ class Decoder:
         window: int | None,
     ) -> Tensor:
         spec = self.spec
-        heads = layer.qkv(self._norm(hidden, layer.input_norm)).unflatten(-1, (-1, spec.head_dim))
+        heads = layer.qkv(self._norm(hidden, layer.input_norm))
+        heads = heads.view(hidden.shape[0], -1, spec.head_dim)
         if layer.qk_norm is not None:
             normed = heads[:, : -spec.num_kv_heads]
             normed.copy_(self._norm(normed) * layer.qk_norm)

@@ -4,6 +4,7 @@ Plain `F.linear` on a CPU rounds a row differently from row count to row count, 
 twice one. oneDNN with weights reordered for a handful of rows does neither.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,6 +17,11 @@ from cluster.errors import ConfigurationError
 ROWS_HINT = 8  # the row count oneDNN lays weights out for; with 1, one row rounds differently
 INT8_LEVELS = 127
 INT8_ZERO_POINT = 128
+SMALLEST = torch.finfo(torch.float32).tiny  # keeps a row of zeros from dividing by zero
+
+# oneDNN's operators have no public name.
+_reorder = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
+_onednn_linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 
 class Linear(Protocol):
@@ -38,9 +44,11 @@ class PlainLinear:
         self._bias = bias
 
     def __call__(self, rows: Tensor) -> Tensor:
+        """The product."""
         return functional.linear(rows, self._weight, self._bias)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """`residual` plus the product."""
         return residual + self(rows)
 
 
@@ -48,16 +56,18 @@ class ReorderedLinear:
     """float32 on a CPU: oneDNN over weights laid out once."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        self._weight = _reorder(weight.contiguous(), ROWS_HINT)
         self._bias = bias
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        """The product."""
+        product: Tensor = _onednn_linear(rows, self._weight, self._bias, "none", [], "")
+        return product
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            rows, residual, self._weight, self._bias, "add"
-        )
+        """`residual` plus the product."""
+        total: Tensor = _onednn_linear.binary(rows, residual, self._weight, self._bias, "add")
+        return total
 
 
 class RowwiseInt8Linear:
@@ -67,23 +77,29 @@ class RowwiseInt8Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        scales = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / INT8_LEVELS
-        quantized = torch.quantize_per_channel(
-            weight, scales, torch.zeros_like(scales), axis=0, dtype=torch.qint8
-        )
+        scales = weight.abs().amax(dim=1).clamp_min(SMALLEST) / INT8_LEVELS
+        levels = torch.round(weight / scales[:, None]).to(torch.int8)
+        with warnings.catch_warnings():
+            # The prepacked form takes a quantised tensor, and making one is announced to go away.
+            warnings.filterwarnings("ignore", message=".*deprecated", category=UserWarning)
+            quantized = torch._make_per_channel_quantized_tensor(  # noqa: SLF001 - no public maker
+                levels, scales.double(), torch.zeros(len(scales), dtype=torch.int64), 0
+            )
         self._packed = torch.ops.quantized.linear_prepack(quantized, None)
         self._bias = bias
 
     def __call__(self, rows: Tensor) -> Tensor:
+        """The product."""
         scales = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
-        scales.clamp_min_(torch.finfo(torch.float32).tiny)
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        scales.clamp_min_(SMALLEST)
+        product: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             rows / scales, 1 / INT8_LEVELS, INT8_ZERO_POINT, self._packed
         )
         product *= scales
         return product if self._bias is None else product.add_(self._bias)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """`residual` plus the product."""
         return self(rows).add_(residual)
 
 

@@ -29,13 +29,14 @@ def rotate(heads: Tensor, factors: Tensor) -> Tensor:
 
     The product is in float32 whatever the heads' dtype.
     """
-    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * factors).flatten(-2).to(heads.dtype)
+    pairs = torch.view_as_complex(heads.float().view(*heads.shape[:-1], -1, 2))
+    rotated: Tensor = torch.view_as_real(pairs * factors)
+    return rotated.flatten(-2).to(heads.dtype)
 
 
 def pair_up(weight: Tensor, head_dim: int) -> Tensor:
     """Reorder the output rows of a q or k projection, its bias or its norm, head by head."""
-    heads = weight.unflatten(0, (-1, 2, head_dim // 2))
+    heads = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return heads.transpose(1, 2).reshape(weight.shape)
 
 
