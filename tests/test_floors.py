@@ -24,7 +24,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cluster.local",),
     ("cluster.actors",),
     ("cluster.tools",),
-    ("cluster.cli", "cluster.cli_serve"),
+    ("cluster.cli_serve",),
+    ("cluster.cli",),
     ("deployments",),
 )
 TORCH_FREE = (
