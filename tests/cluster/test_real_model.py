@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc.aio
 import pytest
 import torch
+from grpc import aio
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.models.reference import resolve
@@ -68,7 +68,7 @@ async def _ask(
     """Serve with a drafter, then ask everything once for each (concurrency, speculation)."""
     async with (
         served("smollm2-135m-instruct", draft) as address,
-        grpc.aio.insecure_channel(address) as channel,
+        aio.insecure_channel(address) as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)
         return [

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc.aio
+from grpc import aio  # type: ignore[attr-defined]
 
 from cluster.errors import TargetUnavailable
 from cluster.request import Request
@@ -47,7 +47,7 @@ async def _address(server: asyncio.subprocess.Process) -> str:
 
 async def run_served(address: str, requests: Sequence[Request]) -> Run:
     """All requests at once, each a stream of its own on one channel."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         start = time.perf_counter()
         runs = await asyncio.gather(*(_stream(stub, request) for request in requests))
