@@ -66,8 +66,12 @@ def _serve(config: DrafthouseConfig, address: str | None, status: Status) -> Non
     if address is None:
         session.check_free(gateway.host, gateway.grpc_port, field="gateway.grpc_port")
         session.check_free(gateway.host, gateway.http_port, field="gateway.http_port")
-        if gateway.http_port == 0:
-            config = _changed(config, gateway={"http_port": session.free_port(gateway.host)})
+        grpc_port, http_port = session.free_ports(gateway.host, 2)
+        ports = {
+            "grpc_port": gateway.grpc_port or grpc_port,
+            "http_port": gateway.http_port or http_port,
+        }
+        config = _changed(config, gateway=ports)  # fixed, so that they outlive a gateway
         status.update("starting Ray")
         cluster = session.local_ray(_num_cpus(config), config.gateway)
     else:

@@ -25,7 +25,7 @@ from cluster.request import FinishReason, Request
 logger = logging.getLogger(__name__)
 
 STREAM_ITEMS_AHEAD = 8  # items this side may be behind before the engine joins its deltas
-SILENT_SECONDS = 6 * HEARTBEAT_SECONDS
+SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
 
 Arrival = TokenDelta | TargetUnavailable
 

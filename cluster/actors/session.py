@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 
 import ray
@@ -37,6 +37,7 @@ def local_ray(num_cpus: int, gateway: GatewayConfig) -> Iterator[None]:
     `num_cpus` is what Ray may count with, not what there is.
     """
     ray.init(
+        address="local",
         num_cpus=num_cpus,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
@@ -92,25 +93,26 @@ def await_ready(gateway: DeploymentHandle, *, progress: Callable[[str], None]) -
     return cast("int", _answer(gateway.grpc_port.remote()))
 
 
-def free_port(host: str) -> int:
-    """A port nobody listens on."""
-    return _bound(host, 0)
+def free_ports(host: str, count: int) -> list[int]:
+    """Different ports that nobody listens on."""
+    with ExitStack() as probes:
+        return [probes.enter_context(_listening(host, 0)) for _ in range(count)]
 
 
 def check_free(host: str, port: int, *, field: str) -> None:
     """Raises ConfigurationError when somebody listens on the port."""
     try:
-        _bound(host, port)
+        with _listening(host, port):
+            pass
     except OSError as error:
         raise ConfigurationError(f"{field}: {host}:{port} is taken ({error.strerror})") from error
 
 
-def _bound(host: str, port: int) -> int:
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return cast("int", probe.getsockname()[1])
+    with socket.create_server((host, port), family=family) as probe:
+        yield probe.getsockname()[1]
 
 
 def _start_serve(gateway: GatewayConfig) -> None:

@@ -3,11 +3,13 @@
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import PydanticDeprecatedSince20
 
 from cluster.config import prepare_ray_environment
 from tests.checkpoints import make_checkpoint
@@ -18,6 +20,8 @@ MARK = "DRAFTHOUSE_TEST_MODULE"  # in the environment of every process a module 
 # Before anything imports ray: no token file is written to the home folder of whoever runs tests.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 prepare_ray_environment(joining=False)
+with warnings.catch_warnings(category=PydanticDeprecatedSince20, action="ignore"):
+    import ray.serve  # noqa: F401 - imported once, here, where its own warnings are let pass
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -75,13 +75,14 @@ class Answer:
 
 def make_config(folder: object, **sections: object) -> DrafthouseConfig:
     """A configuration for a tiny target, on any free ports."""
+    grpc_port, http_port = session.free_ports("127.0.0.1", 2)
     return parse_config(
         {
             "name": "tiny model",  # with a space, on purpose
             "target": {"model": str(folder), "max_model_len": 1024, "num_threads": 1},
             "gateway": {
-                "grpc_port": 0,
-                "http_port": session.free_port("127.0.0.1"),
+                "grpc_port": grpc_port,
+                "http_port": http_port,
                 "drain_seconds": 5.0,
             },
         }

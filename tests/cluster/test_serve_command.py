@@ -26,10 +26,10 @@ READY = re.compile(r"^ready grpc=(\S+) http=(\S+)$")
 END_SECONDS = 30.0
 
 
-def config_file(folder: Path, target: Path, **sections: object) -> Path:
+def config_file(folder: Path, model: Path, **sections: object) -> Path:
     """A configuration on disk."""
     path = folder / "config.yaml"
-    sections = {"target": {"model": str(target), "max_model_len": 256}} | sections
+    sections = {"target": {"model": str(model), "max_model_len": 256}} | sections
     path.write_text(yaml.safe_dump({"name": "tiny"} | sections))
     return path
 

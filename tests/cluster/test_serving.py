@@ -143,3 +143,17 @@ async def test_x72_a_supervisors_death_is_a_pause(served: Served, expected: list
         after_tokens(1000, lambda: kill("ray::ServeReplica:drafthouse:Target")),
     )
     await same(served, expected)
+
+
+async def test_a_gateway_that_died_is_back_on_its_port(
+    served: Served, expected: list[Answer]
+) -> None:
+    """Its streams break, which clients are told at once; new ones find it where it was."""
+    async with client(served) as stub:
+        call = stub.GenerateStream(message(PROMPTS[0], max_tokens=1000))
+        await call.read()
+        kill("ray::ServeReplica:drafthouse:Gateway")
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    until(lambda: served.get("/health")[0] == 200)
+    until(lambda: served.total("drafthouse_sequences") == 0)
+    await same(served, expected)
