@@ -194,9 +194,9 @@ class _SelfCheck:
         return torch.cat([self._logits((0, row, row + 1)) for row in rows])
 
     def _prompt_chunks(self) -> Tensor:
-        bounds = [0, self._tail // 3, self._tail // 3 + 1, self._tail - 5, self._tail + 3]
-        bounds = [*(bound for bound in bounds if bound >= 0), self._length]
-        chunks = [self._logits((1, *chunk)) for chunk in pairwise(bounds)]
+        third = self._tail // 3
+        bounds = {0, third, third + 1, max(self._tail - 5, 0), self._tail + 3, self._length}
+        chunks = [self._logits((1, *chunk)) for chunk in pairwise(sorted(bounds))]
         return torch.cat(chunks)[self._tail :]
 
     def _beside_others(self) -> Tensor:
