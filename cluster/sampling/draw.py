@@ -15,10 +15,9 @@ from torch import Tensor
 
 from cluster.messages import SamplingSpec
 from cluster.sampling.noise import Stream, gumbel, row_keys
-from cluster.sampling.processors import kept_sizes, rank, suppress, tempered
+from cluster.sampling.processors import kept_mask, kept_sizes, rank, suppress, tempered
 
 NUM_INDIVIDUAL = 256  # changing it changes what a seed draws
-_DEEPER = 16  # a filter that reaches beyond the individual tokens is first sought this much deeper
 _ELEMENTS_AT_ONCE = 2**20  # bounds the memory of noise over whole vocabularies
 
 
@@ -126,32 +125,19 @@ def _filter(
     """How many ranks each row keeps, and what of them lies beyond `ranked`."""
     vocab_size, depth = logits.shape[-1], ranked.shape[-1]
     sizes: list[int] = []
-    beyond: dict[int, Tensor] = {}
+    kept: dict[int, Tensor] = {}
     for row, size in enumerate(kept_sizes(log_probs.gather(-1, ranked), specs, vocab_size)):
         if size is not None and (size <= depth or size == vocab_size):
             sizes.append(size)
-            continue
-        one = slice(row, row + 1)
-        kept = _kept_ids(logits[one], log_probs[one], specs[row], depth * _DEEPER)
-        sizes.append(len(kept))
-        beyond[row] = kept[depth:]
+        else:
+            kept[row] = kept_mask(logits[row], log_probs[row], specs[row])
+            sizes.append(int(kept[row].sum()))
     rows = [row for row, size in enumerate(sizes) if size > depth]
     rest = log_probs[rows].scatter(-1, ranked[rows], -torch.inf)
     for index, row in enumerate(rows):
-        if row in beyond:
-            rest[index] = -torch.inf
-            rest[index, beyond[row]] = log_probs[row, beyond[row]]
+        if row in kept:
+            rest[index].masked_fill_(~kept[row], -torch.inf)
     return sizes, _Rest(rows, rest)
-
-
-def _kept_ids(logits: Tensor, log_probs: Tensor, spec: SamplingSpec, depth: int) -> Tensor:
-    """The ids that one row (`[1, vocab]`) keeps, best first, looking as deep as it takes."""
-    vocab_size = logits.shape[-1]
-    ranked = rank(logits, depth)
-    size = kept_sizes(log_probs.gather(-1, ranked), [spec], vocab_size)[0]
-    if size is None or size > ranked.shape[-1]:
-        return _kept_ids(logits, log_probs, spec, vocab_size)
-    return ranked[0, :size]
 
 
 def _log_mass(log_probs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cluster.messages import SamplingSpec
-from cluster.sampling.processors import kept_sizes, rank, suppress, tempered
+from cluster.sampling.processors import kept_mask, kept_sizes, rank, suppress, tempered
 
 NEVER = -math.inf
 logit = st.floats(-8, 8, width=16)  # so coarse that ties are common
@@ -59,15 +59,20 @@ def test_what_is_kept_equals_the_slow_reference(
 ) -> None:
     """Rows of different specs side by side keep exactly their own reference's tokens, in order.
 
-    A ranking too shallow to tell says so, and never says anything wrong.
+    A ranking too shallow to tell says so, and never says anything wrong; the mask of a whole row
+    always tells.
     """
     row_specs = [data.draw(specs()) for _ in logits]
     positions = [data.draw(st.sampled_from([9, 10])) for _ in logits]
     suppressed = suppress(torch.tensor(logits), row_specs, positions)
     ranked = rank(suppressed, depth)
-    log_probs = tempered(suppressed, row_specs).gather(-1, ranked)
+    all_log_probs = tempered(suppressed, row_specs)
+    log_probs = all_log_probs.gather(-1, ranked)
     for row, size in enumerate(kept_sizes(log_probs, row_specs, 12)):
         expected = reference_kept(logits[row], row_specs[row], positions[row])
+        kept = kept_mask(suppressed[row], all_log_probs[row], row_specs[row])
+        kept &= all_log_probs[row] > NEVER
+        assert kept.nonzero().flatten().tolist() == sorted(expected)
         if size is None:
             assert depth < 12
             continue
