@@ -28,6 +28,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         # A block that spans whole chunks is read in place: pad it, so that reading up to the end
         # of a chunk stays inside the block.
