@@ -2,6 +2,7 @@
 
 import math
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 ROOM_CPUS = 0.5  # gateway's, router's and supervisors' small shares, beside targets and drafts
+POLL_SECONDS = 0.2
 
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes any free port.")]
 
@@ -45,15 +47,48 @@ def serve(
         grpc_port=grpc_port,
         http_port=http_port,
     )
-    signal.signal(signal.SIGTERM, _interrupt)
+    end = _End()
     try:
         with Console(stderr=True).status("loading") as status:
-            _serve(settings, address, status)
+            _serve(settings, address, status, end)
     except KeyboardInterrupt:
         return
 
 
-def _serve(config: DrafthouseConfig, address: str | None, status: Status) -> None:
+class _End:
+    """Ctrl-C or SIGTERM: raised as KeyboardInterrupt at once, or later where Ray must not be torn.
+
+    An exception in the middle of Ray's own code leaves it in a state that it does not survive.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._later = False
+        self._catch()
+
+    def only_at_checks(self) -> None:
+        """From now on raise in `check` only. Call it again after Ray has put its own handlers."""
+        self._later = True
+        self._catch()
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt when the command was asked to end."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+    def _catch(self) -> None:
+        # Also where a shell made a background command ignore Ctrl-C.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        del number, frame
+        self._asked = True
+        if not self._later:
+            raise KeyboardInterrupt
+
+
+def _serve(config: DrafthouseConfig, address: str | None, status: Status, end: _End) -> None:
     prepare_ray_environment(joining=address is not None)
     if address is None:
         status.update("checking the models")
@@ -61,32 +96,47 @@ def _serve(config: DrafthouseConfig, address: str | None, status: Status) -> Non
     status.update("loading Ray")
     from cluster.actors import session
 
-    gateway = config.gateway
     cluster: AbstractContextManager[None]
     if address is None:
-        session.check_free(gateway.host, gateway.grpc_port, field="gateway.grpc_port")
-        session.check_free(gateway.host, gateway.http_port, field="gateway.http_port")
-        grpc_port, http_port = session.free_ports(gateway.host, 2)
-        ports = {
-            "grpc_port": gateway.grpc_port or grpc_port,
-            "http_port": gateway.http_port or http_port,
-        }
-        config = _changed(config, gateway=ports)  # fixed, so that they outlive a gateway
+        config = _with_ports(config)
         status.update("starting Ray")
         cluster = session.local_ray(_num_cpus(config), config.gateway)
     else:
         status.update(f"joining Ray at {address}")
-        cluster = session.joined_ray(address, gateway)
+        cluster = session.joined_ray(address, config.gateway)
+    end.only_at_checks()
     with cluster:
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own in place
-        grpc_port = session.await_ready(session.deploy(config), progress=status.update)
+        end.only_at_checks()
+
+        def progress(text: str) -> None:
+            end.check()
+            status.update(text)
+
+        progress("deploying")
+        grpc_port = session.await_ready(session.deploy(config), progress=progress)
         status.stop()
         host = config.gateway.host
         print(  # noqa: T201 - a line for programs, whatever the terminal is
             f"ready grpc={host}:{grpc_port} http={host}:{config.gateway.http_port}", flush=True
         )
         while True:
-            signal.pause()
+            end.check()
+            time.sleep(POLL_SECONDS)
+
+
+def _with_ports(config: DrafthouseConfig) -> DrafthouseConfig:
+    """Ports that are free now; where any would do, one that a restarted gateway comes back on."""
+    from cluster.actors import session
+
+    gateway = config.gateway
+    session.check_free(gateway.host, gateway.grpc_port, field="gateway.grpc_port")
+    session.check_free(gateway.host, gateway.http_port, field="gateway.http_port")
+    grpc_port, http_port = session.free_ports(gateway.host, 2)
+    ports = {
+        "grpc_port": gateway.grpc_port or grpc_port,
+        "http_port": gateway.http_port or http_port,
+    }
+    return _changed(config, gateway=ports)
 
 
 def _settings(
@@ -141,8 +191,3 @@ def _num_cpus(config: DrafthouseConfig) -> int:
         case _:
             pass
     return max(2, math.ceil(needed))
-
-
-def _interrupt(number: int, frame: object) -> None:
-    del number, frame
-    raise KeyboardInterrupt

@@ -3,9 +3,7 @@
 import importlib
 import logging
 import re
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +22,6 @@ from cluster.errors import ConfigurationError, Unavailable
 APP_NAME = "drafthouse"
 IMPORT_PATH = "deployments.app:build_app"  # a name, as Serve itself takes it: deployments are above
 OBJECT_STORE_BYTES = 256 * 2**20  # everything on the data path rides inline
-SHUTDOWN_SECONDS = 5.0  # what streams under way are given when the command is ended
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 10.0
 OUR_ERROR = re.compile(r"cluster\.errors\.\w+(?:\x1b\[\d+m)?: ([^\n]+)")
@@ -32,7 +29,7 @@ OUR_ERROR = re.compile(r"cluster\.errors\.\w+(?:\x1b\[\d+m)?: ([^\n]+)")
 
 @contextmanager
 def local_ray(num_cpus: int, gateway: GatewayConfig) -> Iterator[None]:
-    """A Ray cluster of this process's own; nothing of it is left behind.
+    """A Ray cluster of this process's own, which ends with it at once: nothing is left behind.
 
     `num_cpus` is what Ray may count with, not what there is.
     """
@@ -48,9 +45,7 @@ def local_ray(num_cpus: int, gateway: GatewayConfig) -> Iterator[None]:
         _start_serve(gateway)
         yield
     finally:
-        with _undisturbed():
-            _within(SHUTDOWN_SECONDS, _delete_app)
-            ray.shutdown()
+        ray.shutdown()
 
 
 @contextmanager
@@ -64,9 +59,9 @@ def joined_ray(address: str, gateway: GatewayConfig) -> Iterator[None]:
         _start_serve(gateway)
         yield
     finally:
-        with _undisturbed():
-            _within(gateway.drain_seconds, _delete_app)
-            ray.shutdown()
+        with suppress(RayError, RayServeException):  # it never came up, or Ray is gone
+            serve.delete(APP_NAME)  # streams under way are drained
+        ray.shutdown()
 
 
 def deploy(config: DrafthouseConfig) -> DeploymentHandle:
@@ -83,12 +78,13 @@ def deploy(config: DrafthouseConfig) -> DeploymentHandle:
 def await_ready(gateway: DeploymentHandle, *, progress: Callable[[str], None]) -> int:
     """Return the gRPC port once the gateway takes requests; tell meanwhile what is awaited.
 
+    What `progress` raises ends the wait: it is called often, and between calls of Ray.
     Raises ConfigurationError with the reason when the application cannot start.
     """
     while not _running(progress):
         time.sleep(POLL_SECONDS)
-    progress("waiting for the first token")
     while not _answer(gateway.ready.remote()):
+        progress("waiting for the first token")
         time.sleep(POLL_SECONDS)
     return cast("int", _answer(gateway.grpc_port.remote()))
 
@@ -145,33 +141,8 @@ def _last_line(messages: list[str]) -> str:
     return next((line for line in reversed(lines) if line), "the application did not start")
 
 
-def _delete_app() -> None:
-    with suppress(RayError, RayServeException):  # it never came up, or Ray itself is gone
-        serve.delete(APP_NAME)
-
-
 def _answer(response: Any) -> Any:  # noqa: ANN401 - whatever the deployment's method returns
     """What a deployment answers; None while it does not."""
     with suppress(TimeoutError, RayError, RayServeException):
         return response.result(timeout_s=ANSWER_SECONDS)
     return None
-
-
-def _within(seconds: float, action: Callable[[], None]) -> None:
-    """Do it, but wait no longer than that."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Cleaning up is not interrupted: an impatient second Ctrl-C would leave things behind."""
-    handlers = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
