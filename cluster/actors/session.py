@@ -50,7 +50,7 @@ def local_ray(num_cpus: int, gateway: GatewayConfig) -> Iterator[None]:
 
 @contextmanager
 def joined_ray(address: str, gateway: GatewayConfig) -> Iterator[None]:
-    """A Ray cluster that runs already; the application is all that is added and taken away."""
+    """A Ray cluster that runs already; the application goes when this ends, Serve itself stays."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
