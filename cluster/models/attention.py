@@ -12,7 +12,7 @@ Pieces of several sequences that see equally many keys share one call.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +81,10 @@ def plan_attention(spec: ModelSpec, segments: Sequence[Segment], cache: KVCache)
     calls: list[_Call] = []
     outputs = torch.empty(len(positions), spec.num_heads, dtype=torch.int64)
     num_stacked = 0
-    for pieces in _bundles(segments):
-        call, num_rows = _plan_call(spec, pieces, cache, outputs, num_stacked)
-        num_stacked += len(pieces) * num_rows * spec.num_kv_heads
-        calls.append(call)
+    for bundle in _bundles(segments):
+        for pieces, keys in _located(bundle, cache):
+            calls.append(_plan_call(spec, pieces, keys, cache, outputs, num_stacked))
+            num_stacked += len(calls[-1].queries)
     return AttentionPlan(
         torch.tensor(positions, device=device),
         torch.tensor(slots, device=device),
@@ -145,10 +145,49 @@ def _bundles(segments: Sequence[Segment]) -> list[list[_Piece]]:
     return list(bundles.values())
 
 
+def _located(
+    bundle: list[_Piece], cache: KVCache
+) -> Iterator[tuple[list[_Piece], Tensor | tuple[int, int]]]:
+    """The bundle in parts, each with where its keys lie.
+
+    Sequences whose keys lie in one block are read in place, evenly spaced ones together; all
+    others are gathered slot by slot. What is masked anyway points to the sequence's first slot:
+    no row touches another's memory.
+    """
+    num_keys = round_up(bundle[0].start + 1, KEY_CHUNK)
+    scattered, runs = [], list[list[tuple[int, _Piece]]]()
+    for piece in sorted(bundle, key=lambda piece: piece.segment.block_table[0]):
+        first = cache.contiguous_from(piece.segment.block_table, num_keys)
+        if first is None:
+            scattered.append(piece)
+        elif runs and (len(runs[-1]) == 1 or first - runs[-1][-1][0] == _distance(runs[-1])):
+            runs[-1].append((first, piece))
+        else:
+            runs.append([(first, piece)])
+    for run in runs:
+        yield [piece for _, piece in run], (run[0][0], _distance(run))
+    if scattered:
+        slots: list[int] = []
+        for piece in scattered:
+            stop = piece.start + piece.num_rows
+            own = cache.slots(piece.segment.block_table, 0, stop)
+            slots.extend(own + own[:1] * (num_keys - stop))
+        yield scattered, torch.tensor(slots, device=cache.layers.device)
+
+
+def _distance(run: list[tuple[int, _Piece]]) -> int:
+    return run[1][0] - run[0][0] if len(run) > 1 else 0
+
+
 def _plan_call(
-    spec: ModelSpec, pieces: list[_Piece], cache: KVCache, outputs: Tensor, num_stacked: int
-) -> tuple[_Call, int]:
-    """The call of one bundle and its rows per piece; writes where its rows end up to `outputs`."""
+    spec: ModelSpec,
+    pieces: list[_Piece],
+    keys: Tensor | tuple[int, int],
+    cache: KVCache,
+    outputs: Tensor,
+    num_stacked: int,
+) -> _Call:
+    """One call, `num_stacked` rows after the plan's first; notes its rows' places in `outputs`."""
     device, dtype = cache.layers.device, cache.layers.dtype
     group = spec.num_heads // spec.num_kv_heads
     num_keys = round_up(pieces[0].start + 1, KEY_CHUNK)
@@ -175,14 +214,7 @@ def _plan_call(
         window: _mask(seen, window, dtype).unsqueeze(1).to(device)
         for window in set(spec.sliding_windows)
     }
-    call = _Call(
-        len(pieces),
-        num_keys,
-        queries.flatten().to(device),
-        _locate_keys(pieces, num_keys, cache),
-        masks,
-    )
-    return call, num_rows
+    return _Call(len(pieces), num_keys, queries.flatten().to(device), keys, masks)
 
 
 def _mask(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -191,22 +223,6 @@ def _mask(distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     if window is not None:
         hidden |= distance <= -window
     return torch.zeros(distance.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-
-
-def _locate_keys(pieces: list[_Piece], num_keys: int, cache: KVCache) -> Tensor | tuple[int, int]:
-    """Where the keys lie if they lie evenly, else every slot of them.
-
-    What is masked anyway points to the sequence's first slot: no row touches another's memory.
-    """
-    firsts = [cache.contiguous_from(piece.segment.block_table, num_keys) for piece in pieces]
-    if len(firsts) == 1 and firsts[0] is not None:
-        return firsts[0], 0
-    slots: list[int] = []
-    for piece in pieces:
-        stop = piece.start + piece.num_rows
-        own = cache.slots(piece.segment.block_table, 0, stop)
-        slots.extend(own + own[:1] * (num_keys - stop))
-    return torch.tensor(slots, device=cache.layers.device)
 
 
 def _row_multiple(spec: ModelSpec) -> int:
