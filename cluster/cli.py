@@ -15,6 +15,7 @@ from cluster.config import (
     SpeculationConfig,
     TargetConfig,
     drafter_from_flag,
+    prepare_compute_environment,
 )
 from cluster.errors import DrafthouseError
 
@@ -116,6 +117,7 @@ def bench(
 
 def main() -> None:
     """Run the command line; a deliberate error is one line, without a stack trace."""
+    prepare_compute_environment()
     try:
         app()
     except DrafthouseError as error:

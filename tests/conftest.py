@@ -7,7 +7,10 @@ import pytest
 from hypothesis import settings
 from prometheus_client import CollectorRegistry
 
+from cluster.config import prepare_compute_environment
 from cluster.metrics import EngineMetrics
+
+prepare_compute_environment()  # before anything imports torch
 
 # The same examples every time, and no limit on an example's time: neighbours share the machine.
 settings.register_profile("project", derandomize=True, deadline=None)
