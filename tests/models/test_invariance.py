@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from cluster.models.decoder import Decoder
+from cluster.models.linear import LINEARS, PlainLinear
 from cluster.models.load import load_decoder
 from tests.checkpoints import make_checkpoint
 from tests.models.runs import in_chunks, in_company, make_cache, prefill, random_ids
@@ -105,10 +107,18 @@ def test_no_schedule_shows(
         assert torch.equal(computed, prefill(decoder, token_ids))
 
 
-def test_plain_linears_would_show(tmp_path: Path) -> None:
-    """These tests can fail: the framework's own linear does depend on the number of rows."""
-    folder = make_checkpoint(tmp_path, hidden_size=576, num_heads=9, num_kv_heads=3)
-    decoder = load_decoder(folder, dtype="bfloat16")
-    token_ids = random_ids(decoder, NUM_TOKENS)
+def test_a_scale_for_the_whole_batch_would_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These tests can fail: rounding a row by its neighbours' largest value is noticed."""
+
+    class BatchScaled(PlainLinear):
+        def __call__(self, rows: Tensor) -> Tensor:
+            scale = rows.abs().max() / 127
+            return super().__call__(torch.round(rows / scale) * scale)
+
+    monkeypatch.setitem(LINEARS, ("cpu", "float32"), BatchScaled)
+    decoder = load_decoder(make_checkpoint(tmp_path), dtype="float32")
+    token_ids = random_ids(decoder, 24)
     alone = in_chunks(decoder, token_ids, [1], make_cache(decoder))
     assert not torch.equal(alone, prefill(decoder, token_ids))
