@@ -1,18 +1,19 @@
 """What an engine has to tell one gateway and has not told yet.
 
-Bounded by construction: at most one delta a request waits, since a later one is joined to it. A
-gateway that keeps pace gets every step by itself; a slow one gets more tokens at a time.
+Bounded by construction: of each request at most MAX_WAITING deltas wait, and later ones are joined
+to the last. A gateway that keeps pace gets every step by itself; a slow one gets more tokens at a
+time.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import chain
 
 from cluster.messages import TokenDelta
 
-HEARTBEAT_SECONDS = (
-    0.5  # after which an empty item goes out: each side hears that the other is there
-)
+HEARTBEAT_SECONDS = 0.5  # after which an empty item goes out, so that each side hears the other
+MAX_WAITING = 8
 
 
 def joined(earlier: TokenDelta, later: TokenDelta) -> TokenDelta:
@@ -36,7 +37,7 @@ class Outbox:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiting: dict[str, TokenDelta] = {}
+        self._waiting: dict[str, list[TokenDelta]] = {}
         self._filled = asyncio.Event()
         self._last_taken = clock()
         self.request_ids: set[str] = set()
@@ -48,14 +49,17 @@ class Outbox:
 
     def put(self, delta: TokenDelta) -> None:
         """Leave a delta for the gateway."""
-        earlier = self._waiting.get(delta.request_id)
-        self._waiting[delta.request_id] = joined(earlier, delta) if earlier else delta
+        waiting = self._waiting.setdefault(delta.request_id, [])
+        if len(waiting) < MAX_WAITING:
+            waiting.append(delta)
+        else:
+            waiting[-1] = joined(waiting[-1], delta)
         if delta.finish_reason is not None:
             self.request_ids.discard(delta.request_id)
         self._filled.set()
 
     async def take(self, *, patience_seconds: float) -> tuple[TokenDelta, ...]:
-        """Everything that waits, in order of arrival; empty after `patience_seconds` of nothing."""
+        """Everything that waits, each request's in order; empty after that long of nothing."""
         self._last_taken = self._clock()
         try:
             async with asyncio.timeout(patience_seconds):
@@ -64,7 +68,7 @@ class Outbox:
             return ()
         finally:
             self._last_taken = self._clock()
-        deltas = tuple(self._waiting.values())
+        deltas = tuple(chain.from_iterable(self._waiting.values()))
         self._waiting.clear()
         self._filled.clear()
         return deltas

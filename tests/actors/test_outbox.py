@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.actors.outbox import Outbox
+from cluster.actors.outbox import MAX_WAITING, Outbox
 from cluster.messages import TokenDelta
 from cluster.request import FinishReason
 
@@ -62,15 +62,27 @@ def test_however_slow_the_gateway_every_token_arrives_once_and_in_order(
 
 
 async def test_waiting_is_bounded_by_the_requests() -> None:
-    """A thousand steps nobody fetched wait as one delta a request, the end included."""
+    """A thousand steps nobody fetched wait as a few deltas a request, the end included."""
     outbox = Outbox()
     for token_id in range(1000):
         outbox.put(delta("a", token_id))
         outbox.put(delta("b", token_id))
     outbox.put(delta("b", finish_reason=FinishReason.LENGTH))
-    first, second = await outbox.take(patience_seconds=0)
-    assert first.token_ids == second.token_ids == tuple(range(1000))
-    assert (first.finish_reason, second.finish_reason) == (None, FinishReason.LENGTH)
+    taken = await outbox.take(patience_seconds=0)
+    assert len(taken) == 2 * MAX_WAITING
+    for request_id, end in (("a", None), ("b", FinishReason.LENGTH)):
+        deltas = [item for item in taken if item.request_id == request_id]
+        assert [i for item in deltas for i in item.token_ids] == list(range(1000))
+        assert [item.finish_reason for item in deltas] == [None] * (MAX_WAITING - 1) + [end]
+
+
+async def test_a_gateway_that_keeps_pace_gets_every_step_by_itself() -> None:
+    """A few steps behind is no reason to join: what a step brought stays one delta."""
+    outbox = Outbox()
+    for token_id in range(MAX_WAITING):
+        outbox.put(delta("a", token_id))
+    taken = await outbox.take(patience_seconds=0)
+    assert [item.token_ids for item in taken] == [(i,) for i in range(MAX_WAITING)]
 
 
 async def test_nothing_to_tell_is_told_after_the_patience() -> None:
