@@ -15,7 +15,6 @@ from cluster.config import (
     SpeculationConfig,
     TargetConfig,
     drafter_from_flag,
-    prepare_compute_environment,
 )
 from cluster.errors import DrafthouseError
 
@@ -117,7 +116,6 @@ def bench(
 
 def main() -> None:
     """Run the command line; a deliberate error is one line, without a stack trace."""
-    prepare_compute_environment()
     try:
         app()
     except DrafthouseError as error:

@@ -164,26 +164,11 @@ def parse_config(data: object) -> DrafthouseConfig:
         raise ConfigurationError(problems) from error
 
 
-# A thread of torch's that waits for the next operation sleeps. Spinning, it would take the core
-# from the gateway, from Ray and from a draft model: where cores are shared a step takes tenfold.
-COMPUTE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-
-
-def prepare_compute_environment() -> None:
-    """Set what torch reads from the environment; call it before importing torch.
-
-    What the operator has set stands.
-    """
-    for name, value in COMPUTE_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
 def prepare_ray_environment(*, joining: bool) -> None:
     """Set what Ray and its processes read from the environment; call it before importing ray.
 
     What the operator has set stands. `joining` a cluster that has tokens needs the mode named.
     """
-    prepare_compute_environment()
     os.environ.setdefault("RAY_worker_niceness", "0")  # its own default of 15 starves the target
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import settings
 from prometheus_client import CollectorRegistry
 
-from cluster.config import prepare_compute_environment
 from cluster.metrics import EngineMetrics
 
-prepare_compute_environment()  # before anything imports torch
+# Before anything imports torch: its threads sleep while they wait. Spinning, those of one test
+# process would keep another's (a server's, a draft worker's) from the core it needs to go on.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The same examples every time, and no limit on an example's time: neighbours share the machine.
 settings.register_profile("project", derandomize=True, deadline=None)

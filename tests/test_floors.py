@@ -35,6 +35,9 @@ TORCH_FREE = (
     "cluster.drafters.ngram",
     "cluster.drafters.exchange",
     "cluster.drafters.contexts",
+    "cluster.drafters.silent",
+    "cluster.drafters.vocabulary",
+    "cluster.text",
 )
 ONLY_IN = {
     "ray": ("cluster.actors", "cluster.cli", "cluster.cli_serve", "deployments"),

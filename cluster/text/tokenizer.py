@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from cluster.errors import ConfigurationError, InvalidRequest
 from cluster.text.decoding import parse_decoding
@@ -80,6 +79,9 @@ class Tokenizer:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in a checkpoint's folder. Raises ConfigurationError."""
+    # transformers pulls in torch, which a process that never loads a tokenizer can do without.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
