@@ -57,6 +57,7 @@ class Decoder:
         self._final_norm = final_norm
         self._head = head
         self._rotary = rotary
+        self._epsilon = torch.tensor(spec.rms_norm_eps, device=self.device)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, segments: Sequence[Segment], cache: KVCache) -> Tensor:
@@ -103,7 +104,12 @@ class Decoder:
         return layer.down.add_to(hidden, functional.silu(gate) * up)
 
     def _norm(self, rows: Tensor, weight: Tensor | None = None) -> Tensor:
-        return functional.rms_norm(rows, rows.shape[-1:], weight, self.spec.rms_norm_eps)
+        """RMSNorm over the last dimension, in float32; fewer operations than torch's own."""
+        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)
+        per_element = 1 / rows.shape[-1]
+        scale = torch.addcmul(self._epsilon, length, length, value=per_element).rsqrt_()
+        normed = (rows * scale).to(rows.dtype)
+        return normed if weight is None else normed.mul_(weight)
 
     def _rotary_factors(self, positions: Tensor) -> Tensor:
         """Factors for every head of every row; values are 'rotated' by one, that is kept."""
