@@ -70,7 +70,10 @@ class AttentionPlan:
 
 
 def plan_attention(spec: ModelSpec, segments: Sequence[Segment], cache: KVCache) -> AttentionPlan:
-    """Cut the segments into pieces and bundle these into calls."""
+    """Cut the segments into pieces and bundle these into calls.
+
+    A row that is alone stands twice in the plan, as it does everywhere in the decoder.
+    """
     device = cache.layers.device
     positions: list[int] = []
     slots: list[int] = []
@@ -85,6 +88,8 @@ def plan_attention(spec: ModelSpec, segments: Sequence[Segment], cache: KVCache)
         for pieces, keys in _located(bundle, cache):
             calls.append(_plan_call(spec, pieces, keys, cache, outputs, num_stacked))
             num_stacked += len(calls[-1].queries)
+    if len(positions) == 1:
+        positions, slots, outputs = positions * 2, slots * 2, outputs.expand(2, -1)
     return AttentionPlan(
         torch.tensor(positions, device=device),
         torch.tensor(slots, device=device),
@@ -112,18 +117,18 @@ def _attend_call(
     spec: ModelSpec, flat: Tensor, keys_values: Tensor, call: _Call, window: int | None
 ) -> Tensor:
     """One call's stacked rows, in the order (piece, row, key head)."""
-    shape = (call.num_pieces, call.num_keys, 2 * spec.num_kv_heads, spec.head_dim)
+    num_heads, size = spec.num_kv_heads, spec.head_dim
+    shape = (call.num_pieces, num_heads, call.num_keys, size)
     if isinstance(call.keys, Tensor):
-        context = keys_values.index_select(0, call.keys).view(shape)
+        keys_values = keys_values.index_select(0, call.keys)
+        first, distance = 0, call.num_keys
     else:
         first, distance = call.keys
-        slot = keys_values.stride(0)
-        context = keys_values.as_strided(
-            shape,
-            (distance * slot, slot, spec.head_dim, 1),
-            keys_values.storage_offset() + first * slot,
-        )
-    keys, values = context.transpose(1, 2).chunk(2, dim=1)
+    slot = keys_values.stride(0)
+    strides = (distance * slot, size, slot, 1)
+    offset = keys_values.storage_offset() + first * slot
+    keys = keys_values.as_strided(shape, strides, offset)
+    values = keys_values.as_strided(shape, strides, offset + num_heads * size)
     queries = flat.index_select(0, call.queries)
     queries = queries.view(call.num_pieces, spec.num_kv_heads, -1, spec.head_dim)
     result = scaled_dot_product_attention(queries, keys, values, attn_mask=call.masks[window])

@@ -68,17 +68,18 @@ class Decoder:
         """
         plan = plan_attention(self.spec, segments, cache)
         factors = self._rotary_factors(plan.positions)
-        hidden = functional.embedding(token_ids, self._embedding)
-        for index, layer in enumerate(self._layers):
-            window = self.spec.sliding_windows[index]
-            hidden = self._attention(layer, hidden, factors, cache.layers[index], plan, window)
+        # A row that is alone is computed twice: linears round one row in another way than more.
+        hidden = functional.embedding(_at_least_two(token_ids), self._embedding)
+        layers = zip(self._layers, cache.layers.unbind(), self.spec.sliding_windows, strict=True)
+        for layer, keys_values, window in layers:
+            hidden = self._attention(layer, hidden, factors, keys_values, plan, window)
             hidden = self._mlp(layer, hidden)
-        return self._norm(hidden, self._final_norm)
+        return self._norm(hidden, self._final_norm)[: len(token_ids)]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` to `[rows, vocab]`, float32."""
-        return self._head(hidden).float()
+        return self._head(_at_least_two(hidden))[: len(hidden)].float()
 
     def _attention(
         self,
@@ -121,3 +122,8 @@ class Decoder:
         )
         factors[:, : -spec.num_kv_heads] = self._rotary[positions].unsqueeze(1)
         return factors
+
+
+def _at_least_two(rows: Tensor) -> Tensor:
+    """The rows, or the only one twice."""
+    return torch.cat([rows, rows]) if len(rows) == 1 else rows

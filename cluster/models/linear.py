@@ -29,7 +29,7 @@ _onednn_linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 
 class Linear(Protocol):
-    """`y = x W^T + bias`, rows `[num_rows, in]` to `[num_rows, out]`."""
+    """`y = x W^T + bias`, rows `[num_rows, in]` to `[num_rows, out]`, two rows or more."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The product."""
@@ -59,8 +59,8 @@ class PlainLinear:
 class PackedLinear:
     """float32 on a CPU with MKL: its matrix product over weights packed once.
 
-    The packed form serves any number of rows from two on with the same bits; a row that is alone
-    is computed twice. (With one row MKL sums in another order.)
+    The packed form serves any number of rows from two on with the same bits. (MKL sums a row that
+    is alone in another order.)
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -72,24 +72,18 @@ class PackedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The product."""
-        if len(rows) == 1:
-            return self._product(rows.expand(2, -1))[:1]
-        return self._product(rows)
+        product: Tensor = _mkl_linear(rows, self._packed, self._shape, self._bias, len(rows))
+        return product
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """`residual` plus the product."""
         return self(rows).add_(residual)
 
-    def _product(self, rows: Tensor) -> Tensor:
-        product: Tensor = _mkl_linear(rows, self._packed, self._shape, self._bias, len(rows))
-        return product
-
 
 class ReorderedLinear:
     """float32 on a CPU without MKL: oneDNN over weights laid out once.
 
-    A row that is alone is computed twice: oneDNN sums one row over many inputs in another order
-    than it sums two or more, and a second row costs next to nothing.
+    It too sums a row that is alone, over many inputs, in another order than two or more.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -98,21 +92,13 @@ class ReorderedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The product."""
-        product: Tensor = _onednn_linear(
-            _at_least_two(rows), self._weight, self._bias, "none", [], ""
-        )
-        return product[: len(rows)]
+        product: Tensor = _onednn_linear(rows, self._weight, self._bias, "none", [], "")
+        return product
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """`residual` plus the product."""
-        total: Tensor = _onednn_linear.binary(
-            _at_least_two(rows), _at_least_two(residual), self._weight, self._bias, "add"
-        )
-        return total[: len(rows)]
-
-
-def _at_least_two(rows: Tensor) -> Tensor:
-    return rows.expand(2, -1) if len(rows) == 1 else rows
+        total: Tensor = _onednn_linear.binary(rows, residual, self._weight, self._bias, "add")
+        return total
 
 
 class RowwiseInt8Linear:
@@ -151,7 +137,7 @@ class RowwiseInt8Linear:
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 LINEARS: dict[tuple[str, str], MakeLinear] = {
-    ("cpu", "float32"): PackedLinear if torch.backends.mkl.is_available() else ReorderedLinear,
+    ("cpu", "float32"): PackedLinear if torch.backends.mkl.is_available() else ReorderedLinear,  # type: ignore[no-untyped-call]
     ("cpu", "int8"): RowwiseInt8Linear,
     ("cpu", "bfloat16"): PlainLinear,
     ("cpu", "float16"): PlainLinear,
