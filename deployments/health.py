@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import grpc
-from grpc import aio  # type: ignore[attr-defined]
+from grpc import aio
 from grpc_health.v1 import health_pb2
 
 POLL_SECONDS = 0.25

@@ -5,10 +5,10 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc import aio  # type: ignore[attr-defined]
+from grpc import aio
 
 
-class MalformedAsInvalid(aio.ServerInterceptor):  # type: ignore[misc]
+class MalformedAsInvalid(aio.ServerInterceptor):
     """Without it grpc.aio answers UNKNOWN, with the exception's text, and logs a stack each time.
 
     Covers one service, whose handlers all take one request and are coroutines.

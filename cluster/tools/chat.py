@@ -208,8 +208,8 @@ def _typed(console: Console) -> Iterator[str]:
 @contextmanager
 def _connected(address: str) -> Iterator[grpc.Channel]:
     """A channel that has reached the server. Raises Unavailable."""
-    with grpc.insecure_channel(address) as channel:  # type: ignore[no-untyped-call]
-        ready = grpc.channel_ready_future(channel)  # type: ignore[no-untyped-call]
+    with grpc.insecure_channel(address) as channel:
+        ready = grpc.channel_ready_future(channel)
         try:
             ready.result(timeout=CONNECT_SECONDS)
         except grpc.FutureTimeoutError:

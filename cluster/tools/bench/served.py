@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from grpc import aio  # type: ignore[attr-defined]
+from grpc import aio
 
 from cluster.errors import TargetUnavailable
 from cluster.request import Request
