@@ -12,7 +12,7 @@ from cluster.actors.draft import DraftWorker
 from cluster.actors.membership import Member, MemberKind, Snapshot
 from cluster.config import DrafthouseConfig, ModelDrafterConfig
 from cluster.errors import DrafterUnavailable
-from deployments.supervision import START_SECONDS, follow, leave, start_child
+from deployments.supervision import START_SECONDS, follow, leave, start_child, yield_to_compute
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class Draft:
     async def __init__(  # type: ignore[misc]  # Serve awaits the constructor
         self, config: DrafthouseConfig, drafter: ModelDrafterConfig, router: DeploymentHandle
     ) -> None:
+        yield_to_compute()
         self._config = config
         self._drafter = drafter
         self._router = router

@@ -22,7 +22,7 @@ from deployments.grpc_service import InferenceService, build_server
 from deployments.http_service import build_http_app
 from deployments.metrics import MetricsPage
 from deployments.schemas import RequestReader
-from deployments.supervision import follow
+from deployments.supervision import follow, yield_to_compute
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Gateway:
         self, config: DrafthouseConfig, target: DeploymentHandle, router: DeploymentHandle
     ) -> None:
         del target
+        yield_to_compute()
         self._gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         self._drain_seconds = config.gateway.drain_seconds
         self._registry = CollectorRegistry()

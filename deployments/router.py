@@ -4,12 +4,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.actors.membership import Member, MemberKind, Roster, Snapshot
 from cluster.metrics import Family, collect
+from deployments.supervision import yield_to_compute
 
 
 class Router:
     """One replica, no memory beyond its life: members register again every second."""
 
     def __init__(self) -> None:
+        yield_to_compute()
         self._roster = Roster()
         self._registry = CollectorRegistry()
         self._registrations = Counter(

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.actors.engine import EngineActor
 from cluster.actors.membership import Member, MemberKind, Snapshot
 from cluster.config import DrafthouseConfig
-from deployments.supervision import START_SECONDS, follow, leave, start_child
+from deployments.supervision import START_SECONDS, follow, leave, start_child, yield_to_compute
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Target:
         self, config: DrafthouseConfig, router: DeploymentHandle, *callees: DeploymentHandle
     ) -> None:
         del callees
+        yield_to_compute()
         self._router = router
         self._drain_seconds = config.gateway.drain_seconds
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,5 +1,6 @@
 """The layer-dropped copy of a checkpoint that other tests draft with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits(folder: Path, *, leave_out: tuple[int, ...] = ()) -> torch.Tensor:
     """What a checkpoint makes of a short text, with some of its layers skipped."""
     decoder: Decoder = load_decoder(folder, dtype="float32")
-    decoder._layers = tuple(
-        layer for index, layer in enumerate(decoder._layers) if index not in leave_out
-    )
+    kept = [index for index in range(decoder.spec.num_layers) if index not in leave_out]
+    decoder._layers = tuple(decoder._layers[index] for index in kept)
+    windows = tuple(decoder.spec.sliding_windows[index] for index in kept)
+    decoder.spec = replace(decoder.spec, num_layers=len(kept), sliding_windows=windows)
     cache = KVCache(
         decoder.spec, num_blocks=1, block_size=64, dtype=decoder.dtype, device=decoder.device
     )
