@@ -17,7 +17,7 @@ from cluster.request import Request, SamplingParams, SpeculationParams, Stopping
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What some requests brought, in wall time from first submission to last token."""
+    """What some requests brought, and the wall time it took."""
 
     num_tokens: int
     seconds: float
@@ -26,7 +26,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens emitted over wall time, prompts included in the time."""
+        """Tokens over wall time."""
         return self.num_tokens / self.seconds
 
     @property
@@ -57,7 +57,7 @@ def greedy_request(
 
 
 async def run_engine(local: LocalEngine, requests: Sequence[Request]) -> Run:
-    """All requests at once."""
+    """All requests at once, from the first submission to the last token."""
     start = time.perf_counter()
     deltas = await asyncio.gather(*(_deltas(local, request) for request in requests))
     seconds = time.perf_counter() - start
@@ -70,6 +70,27 @@ async def run_engine(local: LocalEngine, requests: Sequence[Request]) -> Run:
     )
 
 
+async def run_engine_decode(local: LocalEngine, requests: Sequence[Request]) -> Run:
+    """All requests at once, without their prompts: from when each has a token to the last one."""
+    times = await asyncio.gather(*(_token_times(local, request) for request in requests))
+    return _decode_run(times)
+
+
+async def _token_times(local: LocalEngine, request: Request) -> list[float]:
+    """When each token came."""
+    times: list[float] = []
+    async for delta in local.engine.generate(request):
+        times += [time.perf_counter()] * len(delta.token_ids)
+    return times
+
+
+def _decode_run(times: Sequence[Sequence[float]]) -> Run:
+    """Tokens by sequence and when they came, counted from when every sequence had its first."""
+    start = max(of_one[0] for of_one in times)
+    after = [moment for of_one in times for moment in of_one if moment > start]
+    return Run(len(after), max(after) - start, num_steps=len(after))
+
+
 async def _deltas(local: LocalEngine, request: Request) -> list[TokenDelta]:
     return [delta async for delta in local.engine.generate(request)]
 
@@ -80,22 +101,32 @@ class TransformersBaseline:
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    def run(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Run:
-        """Greedy, exactly `max_tokens` new tokens for each prompt, in one batch."""
+    def run_decode(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Run:
+        """Greedy, `max_tokens` new tokens for each prompt in one batch, without the prompts."""
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
-        input_ids = torch.tensor(
-            [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+        clock = _StepClock()
+        self._model.generate(
+            torch.tensor(
+                [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+            ),
+            attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
+            do_sample=False,
+            min_new_tokens=max_tokens,
+            max_new_tokens=max_tokens,
+            pad_token_id=0,
+            stopping_criteria=[clock],
         )
-        attention_mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
-        start = time.perf_counter()
-        with torch.inference_mode():
-            self._model.generate(
-                input_ids,
-                attention_mask=attention_mask,
-                do_sample=False,
-                min_new_tokens=max_tokens,
-                max_new_tokens=max_tokens,
-                pad_token_id=0,
-            )
-        return Run(len(prompts) * max_tokens, time.perf_counter() - start)
+        return _decode_run([clock.times] * len(prompts))
+
+
+class _StepClock:
+    """A stopping criterion that stops nothing: transformers asks it after every token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        del scores
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)

@@ -13,13 +13,19 @@ from cluster.local import LocalEngine
 from cluster.models.reference import resolve
 from cluster.request import Request
 from cluster.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
-from cluster.tools.bench.decode import Run, TransformersBaseline, greedy_request, run_engine
+from cluster.tools.bench.decode import (
+    Run,
+    TransformersBaseline,
+    greedy_request,
+    run_engine,
+    run_engine_decode,
+)
 from cluster.tools.bench.served import run_served, served
 from cluster.tools.bench.steps import StepTime, measure_steps
 from cluster.tools.bench.workloads import CHAT, COPY
 from cluster.tools.generate import running_engine
 
-ROUNDS = 3
+ROUNDS = 4
 NEW_TOKENS = 64
 COPY_TOKENS = 128
 
@@ -108,16 +114,16 @@ async def _rows(target: str, folder: Path, progress: Progress) -> list[Row]:
 async def _against_transformers(
     local: LocalEngine, folder: Path, prompts: Sequence[Sequence[int]], progress: Progress
 ) -> Row:
-    """The engine without drafts and transformers' generate in turn, the same number of tokens."""
+    """The engine without drafts and transformers' generate in turn, first tokens not counted."""
     progress(f"against transformers, {len(prompts)} at once")
     baseline = TransformersBaseline(folder)
     requests = _requests(prompts, max_tokens=NEW_TOKENS, speculate=False, ignore_eos=True)
-    await run_engine(local, requests)
+    await run_engine_decode(local, requests)
     ours = theirs = Run(0, 0.0)
     for _ in range(ROUNDS):
-        ours += await run_engine(local, requests)
-        theirs += await asyncio.to_thread(baseline.run, prompts, max_tokens=NEW_TOKENS)
-    return Row(f"engine against transformers, {len(prompts)} at once", ours, theirs)
+        ours += await run_engine_decode(local, requests)
+        theirs += await asyncio.to_thread(baseline.run_decode, prompts, max_tokens=NEW_TOKENS)
+    return Row(f"decode against transformers, {len(prompts)} at once", ours, theirs)
 
 
 async def _against_off(
