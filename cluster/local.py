@@ -1,8 +1,12 @@
 """An engine and all it stands on, built in this process from a configuration. No Ray."""
 
+import asyncio
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -28,6 +32,8 @@ from cluster.metrics import EngineMetrics
 from cluster.models.load import load_decoder, load_spec
 from cluster.models.reference import load_generation_defaults, resolve
 from cluster.worker import TargetWorker, ThreadTarget
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ def build_engine(
 
     `drafter` takes the place of the configured one (draft workers live elsewhere, and only the
     caller knows how to reach them); its vocabulary is checked all the same. Takes seconds: call
-    it off the event loop. Raises ConfigurationError.
+    it `in_passing_thread`. Raises ConfigurationError.
     """
     use_threads(config.target.num_threads)
     folder = resolve(config.target.model)
@@ -86,6 +92,17 @@ def build_engine(
         variant_operations=worker.self_check(),
     )
     return LocalEngine(engine, target, worker, drafter, info)
+
+
+async def in_passing_thread(compute: Callable[[], T]) -> T:
+    """Run something that computes off the event loop, in a thread that ends with it.
+
+    Every thread that computes gets OpenMP threads of its own, for life. Once a process has more
+    of them than cores they no longer wait awake for the next operation, and each step pays for
+    waking them; so only the target's thread may live on.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return await asyncio.get_running_loop().run_in_executor(thread, compute)
 
 
 def use_threads(num_threads: int | None) -> None:

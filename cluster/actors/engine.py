@@ -144,12 +144,12 @@ class EngineActor(EngineHost):
         self, config: DrafthouseConfig, *, engine_id: str
     ) -> None:
         # Supervisors know this class too, and have no use for torch: only an engine loads it.
-        from cluster.local import build_engine  # noqa: PLC0415
+        from cluster.local import build_engine, in_passing_thread  # noqa: PLC0415
 
         self._registry = CollectorRegistry()
         self._remote_drafter = _remote_drafter(config, engine_id=engine_id)
-        local = await asyncio.to_thread(
-            build_engine, config, registry=self._registry, drafter=self._remote_drafter
+        local = await in_passing_thread(
+            lambda: build_engine(config, registry=self._registry, drafter=self._remote_drafter)
         )
         self._info = local.info
         super().__init__(local.engine, engine_id=engine_id)

@@ -5,11 +5,12 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
 from cluster.config import DrafthouseConfig
-from cluster.local import LocalEngine, build_engine
+from cluster.local import LocalEngine, build_engine, in_passing_thread
 from cluster.models.reference import load_generation_defaults, resolve
 from cluster.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from cluster.text.answer import Answer
@@ -48,7 +49,8 @@ async def generate(
 @asynccontextmanager
 async def running_engine(config: DrafthouseConfig) -> AsyncIterator[LocalEngine]:
     """An engine at work in this process, ended on the way out."""
-    local = await asyncio.to_thread(build_engine, config, registry=CollectorRegistry())
+    build = partial(build_engine, config, registry=CollectorRegistry())
+    local = await in_passing_thread(build)
     loop = asyncio.create_task(local.engine.run())
     try:
         yield local

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
 
 from cluster.config import DrafthouseConfig, NgramDrafterConfig, TargetConfig
-from cluster.local import LocalEngine
+from cluster.local import LocalEngine, in_passing_thread
 from cluster.models.reference import resolve
 from cluster.request import Request
 from cluster.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
@@ -84,7 +85,8 @@ class Report:
 def run_bench(target: str, *, progress: Progress) -> Report:
     """Run every benchmark on one target. Takes some minutes."""
     folder = resolve(target)
-    steps = measure_steps(target, folder, ("float32", "int8"), progress=progress)
+    measure = partial(measure_steps, target, folder, ("float32", "int8"), progress=progress)
+    steps = asyncio.run(in_passing_thread(measure))
     return Report(steps, asyncio.run(_rows(target, folder, progress)))
 
 
@@ -122,7 +124,8 @@ async def _against_transformers(
     ours = theirs = Run(0, 0.0)
     for _ in range(ROUNDS):
         ours += await run_engine_decode(local, requests)
-        theirs += await asyncio.to_thread(baseline.run_decode, prompts, max_tokens=NEW_TOKENS)
+        decode = partial(baseline.run_decode, prompts, max_tokens=NEW_TOKENS)
+        theirs += await in_passing_thread(decode)
     return Row(f"decode against transformers, {len(prompts)} at once", ours, theirs)
 
 
