@@ -16,6 +16,8 @@ from cluster.models.kv_cache import KVCache
 from cluster.sampling.draw import sample, token_log_probs
 from cluster.sampling.verify import verify
 
+T = TypeVar("T")
+
 
 class TargetWorker:
     """A decoder with KV memory of its own. Not for two threads at once."""
@@ -84,10 +86,16 @@ class ThreadTarget:
 
     async def step(self, step: StepInput) -> StepOutput:
         """Compute, draw and verify off the event loop. Raises TargetUnavailable once closed."""
+        return await self.call(lambda: self._worker.step(step))
+
+    async def call(self, compute: Callable[[], T]) -> T:
+        """Run something else between two steps, in the one thread that has torch's threads awake.
+
+        Raises TargetUnavailable once closed.
+        """
         if self._closed:
             raise TargetUnavailable("the target is closed")
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._worker.step, step)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
 
     def close(self) -> None:
         """End the thread, after the step it is in. May be called again."""

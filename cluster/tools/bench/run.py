@@ -26,7 +26,7 @@ from cluster.tools.bench.steps import StepTime, measure_steps
 from cluster.tools.bench.workloads import CHAT, COPY
 from cluster.tools.generate import running_engine
 
-ROUNDS = 4
+ROUNDS = 3
 NEW_TOKENS = 64
 COPY_TOKENS = 128
 
@@ -118,14 +118,14 @@ async def _against_transformers(
 ) -> Row:
     """The engine without drafts and transformers' generate in turn, first tokens not counted."""
     progress(f"against transformers, {len(prompts)} at once")
-    baseline = TransformersBaseline(folder)
+    baseline = await local.target.call(partial(TransformersBaseline, folder))
     requests = _requests(prompts, max_tokens=NEW_TOKENS, speculate=False, ignore_eos=True)
     await run_engine_decode(local, requests)
     ours = theirs = Run(0, 0.0)
     for _ in range(ROUNDS):
         ours += await run_engine_decode(local, requests)
         decode = partial(baseline.run_decode, prompts, max_tokens=NEW_TOKENS)
-        theirs += await in_passing_thread(decode)
+        theirs += await local.target.call(decode)
     return Row(f"decode against transformers, {len(prompts)} at once", ours, theirs)
 
 
