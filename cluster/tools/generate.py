@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from cluster.config import DrafthouseConfig
 from cluster.local import LocalEngine, build_engine, in_passing_thread
 from cluster.models.reference import load_generation_defaults, resolve
-from cluster.request import Request, SamplingParams, SpeculationParams, StoppingParams
+from cluster.request import Request, SamplingParams, StoppingParams
 from cluster.text.answer import Answer
 from cluster.text.stream import TextDelta, TextStream, stream_text
 from cluster.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
@@ -27,7 +27,6 @@ class Prompt:
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
-    num_speculative_tokens: int | None = None
 
 
 async def generate(
@@ -74,5 +73,4 @@ def _request(config: DrafthouseConfig, prompt: Prompt, tokenizer: Tokenizer) -> 
             top_p=defaults.top_p,
         ),
         stopping=StoppingParams(max_tokens=prompt.max_tokens),
-        speculation=SpeculationParams(max_tokens=prompt.num_speculative_tokens),
     )

@@ -22,7 +22,6 @@ class Run:
     num_tokens: int
     seconds: float
     num_steps: int = 0
-    num_accepted: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -39,7 +38,6 @@ class Run:
             self.num_tokens + other.num_tokens,
             self.seconds + other.seconds,
             self.num_steps + other.num_steps,
-            self.num_accepted + other.num_accepted,
         )
 
 
@@ -66,7 +64,6 @@ async def run_engine(local: LocalEngine, requests: Sequence[Request]) -> Run:
         num_tokens=sum(len(delta.token_ids) for delta in flat),
         seconds=seconds,
         num_steps=sum(bool(delta.token_ids) for delta in flat),
-        num_accepted=sum(delta.num_accepted for delta in flat),
     )
 
 

@@ -56,17 +56,15 @@ async def run_served(address: str, requests: Sequence[Request]) -> Run:
         num_tokens=sum(run.num_tokens for run in runs),
         seconds=seconds,
         num_steps=sum(run.num_steps for run in runs),
-        num_accepted=sum(run.num_accepted for run in runs),
     )
 
 
 async def _stream(stub: inference_pb2_grpc.InferenceStub, request: Request) -> Run:
-    num_tokens = num_steps = num_accepted = 0
+    num_tokens = num_steps = 0
     async for chunk in stub.GenerateStream(_message(request)):
         num_tokens += len(chunk.token_ids)
         num_steps += bool(chunk.token_ids)
-        num_accepted += chunk.num_accepted
-    return Run(num_tokens, 0.0, num_steps, num_accepted)
+    return Run(num_tokens, 0.0, num_steps)
 
 
 def _message(request: Request) -> inference_pb2.GenerateRequest:
