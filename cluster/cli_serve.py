@@ -12,12 +12,18 @@ from rich.status import Status
 
 from cluster.config import (
     DrafthouseConfig,
-    ModelDrafterConfig,
+    GatewayConfig,
+    draft_models,
     drafter_from_flag,
+    drafters_beside,
     load_config,
     parse_config,
     prepare_ray_environment,
+    speculation_from_flag,
 )
+from cluster.config.keys import load_keys
+from cluster.config.security import check_certificates
+from cluster.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,25 +34,38 @@ POLL_SECONDS = 0.2
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes any free port.")]
 
 
-def serve(
+def serve(  # noqa: PLR0913 - one parameter an option
     config: Annotated[Path | None, typer.Argument(help="A YAML file; see local.yaml.")] = None,
     *,
     target: Annotated[str | None, typer.Option(help="Model reference of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="ngram, off, or a model reference.")] = None,
-    num_speculative_tokens: Annotated[int | None, typer.Option(min=0, max=64)] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="ngram, off, a model REF, or ngram+REF.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        str | None, typer.Option(metavar="K|auto", help="Drafts per step: always K, or what pays.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Processes that hold the target together.")
+    ] = None,
     grpc_port: Port = None,
     http_port: Port = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Plaintext also outside this machine.")
+    ] = False,
     address: Annotated[str | None, typer.Option(help="Join this Ray cluster.")] = None,
 ) -> None:
-    """Serve over gRPC until Ctrl-C, on a Ray of its own or one that runs already."""
+    """Serve over gRPC and HTTP until Ctrl-C, on a Ray of its own or one that runs already."""
     settings = _settings(
         load_config(config) if config else DrafthouseConfig(),
         target=target,
         draft=draft,
         num_speculative_tokens=num_speculative_tokens,
+        tensor_parallel_size=tensor_parallel_size,
         grpc_port=grpc_port,
         http_port=http_port,
+        insecure=insecure or None,
     )
+    settings.gateway.check_exposure()
     end = _End()
     try:
         with Console(stderr=True).status("loading") as status:
@@ -92,6 +111,7 @@ def _serve(config: DrafthouseConfig, address: str | None, status: Status, end: _
     prepare_ray_environment(joining=address is not None)
     if address is None:
         status.update("checking the models")
+        _check_files(config.gateway)
         _check_models(config)
     status.update("loading Ray")
     from cluster.actors import session
@@ -102,6 +122,8 @@ def _serve(config: DrafthouseConfig, address: str | None, status: Status, end: _
         status.update("starting Ray")
         cluster = session.local_ray(_num_cpus(config), config.gateway)
     else:
+        if config.gateway.http_port == 0:
+            raise ConfigurationError("gateway.http_port: 0 is only for a Ray of this command's own")
         status.update(f"joining Ray at {address}")
         cluster = session.joined_ray(address, config.gateway)
     end.only_at_checks()
@@ -144,23 +166,37 @@ def _settings(
     *,
     target: str | None,
     draft: str | None,
-    num_speculative_tokens: int | None,
+    num_speculative_tokens: str | None,
+    tensor_parallel_size: int | None,
     grpc_port: int | None,
     http_port: int | None,
+    insecure: bool | None,
 ) -> DrafthouseConfig:
     """The configuration with what the options say in its place."""
     changes: dict[str, Any] = {
-        "target": {"model": target},
-        "speculation": {"num_speculative_tokens": num_speculative_tokens},
-        "gateway": {"grpc_port": grpc_port, "http_port": http_port},
+        "target": {"model": target, "tensor_parallel_size": tensor_parallel_size},
+        "speculation": {}
+        if num_speculative_tokens is None
+        else speculation_from_flag(num_speculative_tokens),
+        "gateway": {"grpc_port": grpc_port, "http_port": http_port, "insecure": insecure},
     }
     config = _changed(config, **changes)
     if target is not None:
         config = parse_config(config.model_dump() | {"name": target})
     if draft is not None:
-        drafter = drafter_from_flag(draft, placement="worker")
+        drafter = drafter_from_flag(draft, kind_of=_kind_of, placement="worker")
         config = parse_config(config.model_dump() | {"drafter": drafter.model_dump()})
     return config
+
+
+def _kind_of(reference: str) -> str:
+    """The kind of a draft, and a model where it is not here: then it may be on the cluster."""
+    from cluster.drafters.heads.kinds import kind_of
+
+    try:
+        return kind_of(reference)
+    except ConfigurationError:
+        return "model"  # if it is nowhere, checking the models says so
 
 
 def _changed(config: DrafthouseConfig, **sections: dict[str, Any]) -> DrafthouseConfig:
@@ -171,23 +207,42 @@ def _changed(config: DrafthouseConfig, **sections: dict[str, Any]) -> Drafthouse
     return parse_config(data)
 
 
+def _check_files(gateway: GatewayConfig) -> None:
+    """Refuse here what the gateway would refuse after starting up."""
+    if gateway.keys is not None:
+        load_keys(gateway.keys)
+    if (tls := gateway.tls) is not None:
+        check_certificates(
+            "gateway.tls", certificate=tls.certificate, key=tls.key, authority=tls.client_ca
+        )
+
+
 def _check_models(config: DrafthouseConfig) -> None:
     """Refuse here, in a second, what the cluster would refuse after starting up."""
     from cluster.drafters.vocabulary import check_same_tokenizer
     from cluster.models.reference import resolve
 
     folder = resolve(config.target.model)
-    if isinstance(config.drafter, ModelDrafterConfig):
-        check_same_tokenizer(folder, resolve(config.drafter.model))
+    for model in draft_models(config.drafter):
+        check_same_tokenizer(folder, resolve(model.model))
+    if beside := drafters_beside(config.drafter):
+        from cluster.local_drafter import check_beside
+
+        check_beside(beside, config.target, folder)
+    if config.target.tensor_parallel_size > 1:
+        from cluster.models.shard import check_split
+        from cluster.models.spec import load_spec
+
+        check_split(load_spec(folder), config.target.tensor_parallel_size)
 
 
 def _num_cpus(config: DrafthouseConfig) -> int:
     """Logical CPUs for Ray to count with: they only say who fits where, not what may be used."""
-    needed = config.target.num_replicas * config.target.resources.get("CPU", 0.0) + ROOM_CPUS
+    replica = sum(bundle.get("CPU", 0.0) for bundle in config.target.bundles)
+    needed = config.target.num_replicas * replica + ROOM_CPUS
     needed += config.gateway.num_replicas * config.gateway.resources.get("CPU", 0.0)
-    match config.drafter:
-        case ModelDrafterConfig(num_replicas=num_replicas, resources=resources):
-            needed += num_replicas * resources.get("CPU", 0.0)
-        case _:
-            pass
+    for model in draft_models(config.drafter):
+        if model.in_workers:
+            beside = config.target.num_replicas if model.placement == "colocated" else 1
+            needed += beside * model.num_replicas * model.resources.get("CPU", 0.0)
     return max(2, math.ceil(needed))

@@ -7,6 +7,14 @@ from typing import Protocol
 from cluster.messages import Draft, SamplingSpec, StepInput, StepOutput
 
 
+@dataclass(frozen=True, slots=True)
+class TargetMemory:
+    """Where the target holds a sequence: its first `num_computed` tokens, and room for drafts."""
+
+    block_table: tuple[int, ...]
+    num_computed: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftQuery:
     """Asks for up to `num_wanted` tokens after `token_ids`, all committed tokens so far.
@@ -18,6 +26,9 @@ class DraftQuery:
     token_ids: Sequence[int]
     num_wanted: int
     sampling: SamplingSpec
+    price: float = 0.0  # the survival below which a draft position does not pay
+    cache_salt: str = ""  # what requests said is shared between those of one salt only
+    memory: TargetMemory | None = None  # for drafters beside the target, until its next step
 
 
 class Target(Protocol):

@@ -1,23 +1,34 @@
-"""The supervisor of one draft worker: starts it, makes it known, and replaces it when gone."""
+"""The supervisor of one draft worker, and the deployments that pools of them have."""
 
-import asyncio
-import logging
-import uuid
+import os
+import re
+from dataclasses import asdict
 
-import ray
-from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.actors.draft import DraftWorker
-from cluster.actors.membership import Member, MemberKind, Snapshot
-from cluster.config import DrafthouseConfig, ModelDrafterConfig
-from cluster.errors import DrafterUnavailable
-from deployments.supervision import START_SECONDS, follow, leave, start_child, yield_to_compute
+from cluster.config import AnyDrafterConfig, DrafthouseConfig, ModelDrafterConfig, draft_models
+from cluster.logs import setup_logging
+from deployments.draft_keeper import DraftKeeper
+from deployments.supervision import yield_to_compute
 
-logger = logging.getLogger(__name__)
+LONGEST_NAME = 48  # of a pool in a deployment's name
 
-PING_SECONDS = 0.25
-STALL_SECONDS = 30.0  # a worker that answers no exchange for so long is replaced
+
+def draft_deployments(drafter: AnyDrafterConfig) -> dict[str, ModelDrafterConfig]:
+    """The pools that have a deployment, by its name: Draft, or Draft- and the pool's where several.
+
+    What cannot be in a deployment's name is a dash; names that are then the same are numbered.
+    """
+    pools = [model for model in draft_models(drafter) if model.placement == "worker"]
+    if len(pools) == 1:
+        return {"Draft": pools[0]}
+    named: dict[str, ModelDrafterConfig] = {}
+    for pool in pools:
+        wanted = name = "Draft-" + re.sub(r"[^\w.]+", "-", pool.pool)[-LONGEST_NAME:].strip("-")
+        while name in named:
+            name = f"{wanted}-{len(named)}"
+        named[name] = pool
+    return named
 
 
 class Draft:
@@ -27,61 +38,20 @@ class Draft:
         self, config: DrafthouseConfig, drafter: ModelDrafterConfig, router: DeploymentHandle
     ) -> None:
         yield_to_compute()
-        self._config = config
-        self._drafter = drafter
-        self._router = router
-        self._tasks: list[asyncio.Task[None]] = []
-        self._member: Member | None = None
-        worker = await self._start_worker()
-        self._keeping = asyncio.create_task(self._keep_worker(worker))
-        self._tasks += [
-            self._keeping,
-            asyncio.create_task(follow(router, member=lambda: self._member, on_snapshot=_ignore)),
-        ]
+        setup_logging(f"draft-supervisor-{os.getpid()}", config.observability)
+        self._keeper: DraftKeeper | None = None
+        self._keeper = await DraftKeeper.begin(config, drafter, router)
 
     async def check_health(self) -> None:
         """Raises when there is no worker and none can be started."""
-        if self._keeping.done():
-            raise DrafterUnavailable("died") from self._keeping.exception()
+        if self._keeper is not None:
+            self._keeper.check()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the number of workers goes by."""
+        return asdict(self._keeper.drafting) if self._keeper is not None else {}
 
     async def __del__(self) -> None:
-        """Drafts are not waited for: whoever asks goes on without."""
-        for task in self._tasks:
-            task.cancel()
-        if self._member is not None:
-            await leave(self._router, self._member.member_id)
-            ray.kill(self._member.handle)
-
-    async def _start_worker(self) -> Member:
-        worker = start_child(DraftWorker, self._drafter.resources, self._config, self._drafter)
-        async with asyncio.timeout(START_SECONDS):
-            await worker.ping.remote()
-        return Member(
-            kind=MemberKind.DRAFT, member_id=f"draft-{uuid.uuid4().hex[:12]}", handle=worker
-        )
-
-    async def _keep_worker(self, worker: Member) -> None:
-        """Replace the worker whenever it dies or stalls; ends by raising when none can start."""
-        while True:
-            self._member = worker
-            await _until_gone(worker)
-            self._member = None
-            ray.kill(worker.handle)
-            worker = await self._start_worker()
-            logger.warning("draft worker %s takes its place", worker.member_id)
-
-
-async def _until_gone(worker: Member) -> None:
-    """Return when the worker has died, or answers nothing for STALL_SECONDS."""
-    try:
-        while True:
-            async with asyncio.timeout(STALL_SECONDS):
-                await worker.handle.ping.remote()
-            await asyncio.sleep(PING_SECONDS)
-    except (TimeoutError, RayError) as error:
-        logger.warning("draft worker %s is gone: %s", worker.member_id, type(error).__name__)
-
-
-def _ignore(snapshot: Snapshot) -> None:
-    """A draft worker needs to know nobody: engines come to it."""
-    del snapshot
+        """End the worker."""
+        if self._keeper is not None:
+            await self._keeper.end()

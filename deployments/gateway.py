@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import uuid
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -14,13 +15,19 @@ from ray.serve.handle import DeploymentHandle
 from cluster.actors.membership import MemberKind, Snapshot
 from cluster.actors.pool import EnginePool
 from cluster.config import DrafthouseConfig
+from cluster.logs import setup_logging
 from cluster.messages import ModelInfo
 from cluster.metrics import Family, GatewayMetrics, collect
 from cluster.models.reference import load_generation_defaults, resolve
 from cluster.text.tokenizer import load_tokenizer
+from deployments.auth import Authenticator
+from deployments.autoscaling import OPEN_STREAMS
+from deployments.entrance import Entrance
 from deployments.grpc_service import InferenceService, build_server
 from deployments.http_service import build_http_app
 from deployments.metrics import MetricsPage
+from deployments.observed import observed
+from deployments.openai_service import OpenAIService
 from deployments.schemas import RequestReader
 from deployments.supervision import follow, yield_to_compute
 
@@ -39,23 +46,46 @@ class Gateway:
         del target
         yield_to_compute()
         self._gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
+        setup_logging(self._gateway_id, config.observability)
         self._drain_seconds = config.gateway.drain_seconds
         self._registry = CollectorRegistry()
+        metrics = GatewayMetrics(self._registry, model=config.name)
+        self._entrance = Entrance(config.gateway, metrics)
         self._snapshot = Snapshot()
         folder = await asyncio.to_thread(resolve, config.target.model)
         configured = _configured(config, folder)
-        self._pool = EnginePool(self._gateway_id, configured)
+        self._pool = EnginePool(self._gateway_id, configured, on_move=metrics.failed_over)
+        self._closing = AsyncExitStack()
+        backend = observed(
+            self._pool,
+            config,
+            metrics,
+            instance=self._gateway_id,
+            lowest_load=self._pool.lowest_load,
+            closing=self._closing,
+        )
         reader = RequestReader(
             configured,
             await asyncio.to_thread(load_tokenizer, folder),
             load_generation_defaults(folder),
         )
-        metrics = GatewayMetrics(self._registry, model=config.name)
+        service = InferenceService(backend, reader, metrics, self._entrance.fair_use)
+        needs_key = config.gateway.metrics_need_key
+        self._metrics_for = self._entrance.authenticator if needs_key else Authenticator()
+        self._openai = OpenAIService(
+            service.answering,
+            reader,
+            self._entrance.authenticator,
+            max_body_bytes=config.gateway.max_message_bytes,
+        )
         self._server, self._port = build_server(
-            InferenceService(self._pool, reader, metrics),
+            service,
             host=config.gateway.host,
             port=config.gateway.grpc_port,
             max_message_bytes=config.gateway.max_message_bytes,
+            authenticator=self._entrance.authenticator,
+            credentials=self._entrance.credentials,
+            reflects=config.gateway.reflects,
         )
         context = serve.get_replica_context()
         self._page = MetricsPage(
@@ -67,10 +97,11 @@ class Gateway:
         self._following = asyncio.create_task(
             follow(router, member=lambda: None, on_snapshot=self._on_snapshot)
         )
+        self._watching = asyncio.create_task(self._entrance.watch())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """What Serve's HTTP proxy is answered with."""
-        return build_http_app(self._pool.ready, self._page)
+        return build_http_app(self._pool.ready, self._page.get, self._openai, self._metrics_for)
 
     async def metrics(self) -> tuple[str, tuple[Family, ...]]:
         """The id and everything this gateway has counted."""
@@ -84,10 +115,16 @@ class Gateway:
         """Whether requests are taken."""
         return self._pool.ready()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the number of gateways goes by."""
+        return {OPEN_STREAMS: float(self._pool.num_under_way)}
+
     async def __del__(self) -> None:
         """Take no new requests, let the streams under way end, then let go of the engines."""
         await self._server.stop(grace=self._drain_seconds)
         self._following.cancel()
+        self._watching.cancel()
+        await self._closing.aclose()
         self._pool.close()
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
@@ -102,4 +139,5 @@ def _configured(config: DrafthouseConfig, folder: Path) -> ModelInfo:
         max_model_len=config.target.max_model_len,
         vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"],
         drafters=(),
+        verification=config.speculation.verification,
     )

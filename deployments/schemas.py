@@ -1,22 +1,33 @@
-"""From the wire to a Request: every field is checked, and named when it cannot be served."""
+"""From the wire to Requests: every field is checked, and named when it cannot be served."""
 
-import secrets
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
-from cluster.errors import InvalidRequest, UnknownModel
+from cluster.errors import ContextExceeded, InvalidRequest, UnknownModel
+from cluster.grammar.trial import try_grammar
 from cluster.messages import ModelInfo
 from cluster.models.reference import GenerationDefaults
-from cluster.request import Request, SamplingParams, SpeculationParams, StoppingParams
+from cluster.request import (
+    Grammar,
+    GrammarKind,
+    Request,
+    SpeculationParams,
+    StoppingParams,
+    answer_seed,
+)
 from cluster.text.tokenizer import ChatMessage, Tokenizer
+from deployments.checks import (
+    check_count,
+    check_range,
+    check_vocabulary,
+    only_one_of,
+    optional,
+    refuse_unknown_fields,
+)
+from deployments.sampling import SamplingReader, read_num_answers
 from protos import inference_pb2
-
-T = TypeVar("T")
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_MESSAGES = 1024
@@ -24,33 +35,9 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKEN_IDS = 128
 MAX_SPECULATION_TOKENS = 64
-MIN_TEMPERATURE = 1e-3  # below it, and above 0, the arithmetic would no longer tell it from greedy
-MAX_TEMPERATURE = 100.0
+MAX_TOP_LOGPROBS = 20
+MAX_PRIORITY = 100
 ROLES = ("system", "user", "assistant")
-SEED_BITS = 63  # of a seed drawn here; one that is given may have 64
-
-REFUSED_FIELDS = (
-    "sampling.frequency_penalty",
-    "sampling.logit_bias",
-    "sampling.num_answers",
-    "sampling.presence_penalty",
-    "sampling.repetition_penalty",
-    "grammar",
-    "prompt_logprobs",
-    "top_logprobs",
-)
-
-
-def field_paths(descriptor: Any) -> Iterator[str]:  # noqa: ANN401 - protobuf has two types for it
-    """The dotted paths of a message's fields; a list of messages is one field."""
-    for field in descriptor.fields:
-        if field.message_type is None or field.is_repeated:
-            yield field.name
-        else:
-            yield from (f"{field.name}.{path}" for path in field_paths(field.message_type))
-
-
-SERVED_FIELDS = tuple(field_paths(inference_pb2.GenerateRequest.DESCRIPTOR))  # all are exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +48,35 @@ class RequestReader:
     tokenizer: Tokenizer
     defaults: GenerationDefaults
 
-    def read(self, message: inference_pb2.GenerateRequest) -> Request:
-        """The complete request, with defaults filled in and a seed drawn if none was given.
+    def read(self, message: inference_pb2.GenerateRequest) -> tuple[Request, ...]:
+        """One complete request for each answer, with defaults filled in and seeds.
 
-        Its id is the caller's with a random end, so that no two are ever equal. Raises
+        A grammar takes milliseconds to check, and seconds at worst: not for an event loop.
+        Their ids are the caller's with a random end, so that no two are ever equal. Raises
         InvalidRequest naming the field by its dotted path, and UnknownModel.
         """
         refuse_unknown_fields(message)
         self.check_model(message.model)
         name = _read_request_id(message)
         prompt_token_ids = self._read_prompt(message)
-        return Request(
+        check_range("top_logprobs", message.top_logprobs, low=0, high=MAX_TOP_LOGPROBS)
+        check_range("priority", message.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        first = Request(
             request_id=f"{name}-{uuid.uuid4().hex}" if name else uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
-            sampling=self._read_sampling(message.sampling),
+            sampling=self._sampling_reader().read(message.sampling),
             stopping=self._read_stopping(
                 message.stopping, room=self.model.max_model_len - len(prompt_token_ids)
             ),
             speculation=_read_speculation(message.speculation),
-            logprobs=message.logprobs,
+            grammar=self._read_grammar(message),
+            logprobs=message.logprobs or message.top_logprobs > 0,
+            top_logprobs=message.top_logprobs,
+            prompt_logprobs=message.prompt_logprobs,
+            priority=message.priority,
         )
+        num_answers = read_num_answers(message.sampling)
+        return (first, *(_further(first, index) for index in range(1, num_answers)))
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel; no name at all means the model that is served."""
@@ -90,12 +86,15 @@ class RequestReader:
     def read_text(
         self, message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest
     ) -> tuple[int, ...]:
-        """Token ids of the message's `prompt`, or of its `messages` if it has no prompt."""
+        """Token ids of the message's `prompt`, or of its `messages` if it has no prompt.
+
+        What is certainly longer than a context is not tokenised at all, for that takes seconds.
+        """
         if message.HasField("prompt"):
+            self._check_length("prompt", len(message.prompt))
             return self.tokenizer.encode(message.prompt)
-        if len(message.messages) > MAX_MESSAGES:
-            problem = f"{len(message.messages)} are over the limit of {MAX_MESSAGES}"
-            raise InvalidRequest("messages", problem)
+        check_count("messages", len(message.messages), MAX_MESSAGES)
+        self._check_length("messages", sum(len(turn.content) for turn in message.messages))
         for place, turn in enumerate(message.messages):
             if turn.role not in ROLES:
                 problem = f"{turn.role!r} is not one of {', '.join(ROLES)}"
@@ -104,60 +103,54 @@ class RequestReader:
             [ChatMessage(turn.role, turn.content) for turn in message.messages]
         )
 
-    def check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest unless all ids are in the model's vocabulary."""
-        if (largest := max(token_ids, default=0)) >= self.model.vocab_size:
-            problem = f"{largest} is not in the vocabulary of {self.model.vocab_size}"
+    def _check_length(self, field: str, num_characters: int) -> None:
+        """Raises InvalidRequest where not even the longest tokens would fit in a context."""
+        most = _longest_token(self.tokenizer) * self.model.max_model_len
+        if num_characters > most:
+            problem = (
+                f"{num_characters} characters are over the limit of {most}: they leave no room in "
+                f"a context of {self.model.max_model_len}"
+            )
             raise InvalidRequest(field, problem)
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest unless all ids are in the model's vocabulary."""
+        check_vocabulary(field, token_ids, self.model.vocab_size)
 
     def _read_prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
         field = only_one_of(message, ("prompt", "messages", "token_ids"))
         token_ids = tuple(message.token_ids) if field == "token_ids" else self.read_text(message)
-        self.check_vocabulary(field, token_ids)
+        self.check_token_ids(field, token_ids)
         if not token_ids:
             raise InvalidRequest(field, "is empty: there is no token to continue from")
         if len(token_ids) >= self.model.max_model_len:
-            problem = (
-                f"{len(token_ids)} tokens leave no room in a context of {self.model.max_model_len}"
+            raise ContextExceeded(
+                num_prompt_tokens=len(token_ids),
+                max_model_len=self.model.max_model_len,
+                field=field,
             )
-            raise InvalidRequest(field, problem)
         return token_ids
 
-    def _read_sampling(self, message: inference_pb2.Sampling) -> SamplingParams:
-        defaults = self.defaults
-        temperature = _optional(message, "temperature", defaults.temperature)
-        if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-            problem = f"{temperature} is neither 0 nor in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}]"
-            raise InvalidRequest("sampling.temperature", problem)
-        top_k = _optional(message, "top_k", min(defaults.top_k, self.model.vocab_size))
-        _check_range("sampling.top_k", top_k, low=0, high=self.model.vocab_size)
-        top_p = _optional(message, "top_p", defaults.top_p)
-        if not 0 < top_p <= 1:
-            raise InvalidRequest("sampling.top_p", f"{top_p} is not in (0, 1]")
-        min_p = _optional(message, "min_p", 0.0)
-        _check_range("sampling.min_p", min_p, low=0, high=1)
-        seed = message.seed if message.HasField("seed") else secrets.randbits(SEED_BITS)
-        return SamplingParams(
-            seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-        )
+    def _sampling_reader(self) -> SamplingReader:
+        return SamplingReader(self.model.vocab_size, self.tokenizer, self.defaults)
 
     def _read_stopping(self, message: inference_pb2.Stopping, *, room: int) -> StoppingParams:
         max_tokens = message.max_tokens if message.HasField("max_tokens") else None
         if max_tokens == 0:
             raise InvalidRequest("stopping.max_tokens", "0 is below 1")
-        _check_range(
+        check_range(
             "stopping.min_tokens",
             message.min_tokens,
             low=0,
             high=room if max_tokens is None else min(room, max_tokens),
         )
-        _check_count("stopping.stop", message.stop, MAX_STOPS)
+        check_count("stopping.stop", len(message.stop), MAX_STOPS)
         for place, stop in enumerate(message.stop):
-            _check_range(
+            check_range(
                 f"stopping.stop[{place}]", len(stop), low=1, high=MAX_STOP_LENGTH, unit="characters"
             )
-        _check_count("stopping.stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        self.check_vocabulary("stopping.stop_token_ids", message.stop_token_ids)
+        check_count("stopping.stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        self.check_token_ids("stopping.stop_token_ids", message.stop_token_ids)
         return StoppingParams(
             max_tokens=max_tokens,
             min_tokens=message.min_tokens,
@@ -167,31 +160,30 @@ class RequestReader:
             include_stop_text=message.include_stop_text,
         )
 
-
-def only_one_of(message: Message, fields: Sequence[str]) -> str:
-    """The one of the fields that is given. Raises InvalidRequest when none or several are."""
-    present = {descriptor.name for descriptor, _ in message.ListFields()}
-    given = [field for field in fields if field in present]
-    if len(given) != 1:
-        names = ", ".join(fields)
-        problem = f"{' and '.join(given)} are given" if given else "none is given"
-        raise InvalidRequest(
-            given[0] if given else fields[0], f"exactly one of {names} is needed; {problem}"
-        )
-    return given[0]
+    def _read_grammar(self, message: inference_pb2.GenerateRequest) -> Grammar | None:
+        if not message.HasField("grammar"):
+            return None
+        kind = only_one_of(message.grammar, tuple(GrammarKind), path="grammar")
+        grammar = Grammar(GrammarKind(kind), getattr(message.grammar, kind))
+        try_grammar(grammar, self.tokenizer)
+        return grammar
 
 
-def refuse_unknown_fields(message: Message, path: str = "") -> None:
-    """Raises InvalidRequest for a field that a newer client knows and this server does not."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown) > 0:
-        problem = f"field number {unknown[0].field_number} is not known here"
-        raise InvalidRequest(path or message.DESCRIPTOR.name, problem)
-    for descriptor, value in message.ListFields():
-        if descriptor.message_type is None:
-            continue
-        for part in value if descriptor.is_repeated else (value,):
-            refuse_unknown_fields(part, f"{path}.{descriptor.name}".lstrip("."))
+@lru_cache(maxsize=2)
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Characters of the longest; of a token of bytes there is one for each."""
+    return max((len(token) for token in tokenizer.vocabulary.tokens if token), default=1)
+
+
+def _further(first: Request, index: int) -> Request:
+    """The request for answer `index`; what is told of the prompt is told by the first."""
+    seed = answer_seed(first.sampling.seed, index)
+    return replace(
+        first,
+        request_id=f"{first.request_id}.{index}",
+        sampling=replace(first.sampling, seed=seed),
+        prompt_logprobs=False,
+    )
 
 
 def _read_request_id(message: inference_pb2.GenerateRequest) -> str:
@@ -206,23 +198,5 @@ def _read_request_id(message: inference_pb2.GenerateRequest) -> str:
 
 def _read_speculation(message: inference_pb2.Speculation) -> SpeculationParams:
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
-    _check_range("speculation.max_tokens", max_tokens or 0, low=0, high=MAX_SPECULATION_TOKENS)
-    return SpeculationParams(enabled=_optional(message, "enabled", True), max_tokens=max_tokens)
-
-
-def _optional(message: Message, field: str, default: T) -> T:
-    """A field's value where it is present, else the default."""
-    value: T = getattr(message, field) if message.HasField(field) else default
-    return value
-
-
-def _check_range(field: str, value: float, *, low: float, high: float, unit: str = "") -> None:
-    """Raises InvalidRequest unless low <= value <= high; NaN never is."""
-    if not low <= value <= high:
-        what = f"{value} {unit}".strip()
-        raise InvalidRequest(field, f"{what} is not in [{low}, {high}]")
-
-
-def _check_count(field: str, values: Sequence[object], limit: int) -> None:
-    if len(values) > limit:
-        raise InvalidRequest(field, f"{len(values)} are over the limit of {limit}")
+    check_range("speculation.max_tokens", max_tokens or 0, low=0, high=MAX_SPECULATION_TOKENS)
+    return SpeculationParams(enabled=optional(message, "enabled", True), max_tokens=max_tokens)

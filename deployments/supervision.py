@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -15,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors.membership import REGISTER_SECONDS, Member, Snapshot
+from cluster.actors.placement import actor_options
 from cluster.config import Resources
 
 logger = logging.getLogger(__name__)
@@ -30,28 +30,20 @@ def yield_to_compute() -> None:
     os.nice(YIELDING)
 
 
-def actor_options(resources: Resources) -> dict[str, Any]:
-    """Resources in the words of Ray's actor options."""
-    others = {name: amount for name, amount in resources.items() if name not in {"CPU", "GPU"}}
-    return {
-        "num_cpus": resources.get("CPU", 0.0),
-        "num_gpus": resources.get("GPU", 0.0),
-        "resources": others,
-    }
+def bundles(*children: Resources) -> list[dict[str, float]]:
+    """The placement group of a replica: the supervisor's bundle, then its children's."""
+    return [{"CPU": SUPERVISOR_CPUS}, *map(dict, children)]
 
 
-def bundles(resources: Resources) -> list[dict[str, float]]:
-    """The placement group of a replica: the supervisor's bundle, then its child's."""
-    return [{"CPU": SUPERVISOR_CPUS}, dict(resources)]
-
-
-def start_child(actor: type, resources: Resources, *args: object, **kwargs: object) -> ActorHandle:
-    """Start an actor in the second bundle of this replica; it dies with the replica."""
+def start_child(
+    actor: type, resources: Resources, *args: object, bundle: int = 1, **kwargs: object
+) -> ActorHandle:
+    """Start an actor in a bundle of this replica; it dies with the replica."""
     options = ray.remote(
         **actor_options(resources),
         max_restarts=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            ray.util.get_current_placement_group(), placement_group_bundle_index=1
+            ray.util.get_current_placement_group(), placement_group_bundle_index=bundle
         ),
     )
     return options(actor).remote(*args, **kwargs)
@@ -65,20 +57,22 @@ async def follow(
 ) -> None:
     """Say every second who is here, if anyone, and hear who else is. Never ends by itself.
 
-    While the router is gone the last snapshot stands.
+    While the router is gone the last snapshot stands. `on_snapshot` is called at every answer.
     """
     snapshot = Snapshot()
     heard = True
     while True:
         try:
             async with asyncio.timeout(ROUTER_SECONDS):
-                snapshot = (await router.register.remote(member())).after(snapshot)
+                news = await router.register.remote(member(), snapshot.version)
         except (TimeoutError, RayError, RayServeException) as error:
             if heard:
                 logger.warning("the router does not answer: %s", type(error).__name__)
             heard = False
         else:
             heard = True
+            if news is not None:
+                snapshot = news.after(snapshot)
             on_snapshot(snapshot)
         await asyncio.sleep(REGISTER_SECONDS)
 

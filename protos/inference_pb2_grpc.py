@@ -65,15 +65,17 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """One whole answer in one message: the stream below, collected.
+        """The whole of every answer in one message: the stream below, collected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The answer as it comes. One message per step of the target; the last one has finish_reason.
-        Cancelling the call, or letting its deadline pass, ends the sequence within one step.
+        """The answers as they come, those of several mixed: one message per answer and step of the
+        target. The last message of an answer has its finish_reason, the last of the call the usage.
+        When one answer fails the call fails. Cancelling the call, or letting its deadline pass, ends
+        all of its sequences within one step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

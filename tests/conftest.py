@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,20 @@ from cluster.metrics import EngineMetrics
 # Before anything imports torch: its threads sleep while they wait. Spinning, those of one test
 # process would keep another's (a server's, a draft worker's) from the core it needs to go on.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many test processes as cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples every time, and no limit on an example's time: neighbours share the machine.
 settings.register_profile("project", derandomize=True, deadline=None)
 settings.load_profile("project")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is timed in tests is neither kept for the user nor taken from another run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTHOUSE_PROFILES", str(tmp_path_factory.mktemp("profiles")))
+        yield
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ a wrong table or a wrong position fails the step instead of giving some other te
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import DrafterUnavailable, TargetUnavailable
 from cluster.interfaces import DraftQuery
 from cluster.messages import (
+    BlockCopy,
     Draft,
     SamplingSpec,
     SequenceRows,
@@ -94,6 +96,8 @@ class FakeTarget:
         self._check_tables(step)
         await asyncio.sleep(0)
         self._during_step(step)
+        for copy in step.copies:
+            self._copy(copy)
         answers = [self._compute(rows) for rows in step.sequences]
         return StepOutput(step.step_id, tuple(answer for answer in answers if answer))
 
@@ -101,9 +105,19 @@ class FakeTarget:
         assert step.sequences, "a step without rows"
         seq_ids = [rows.seq_id for rows in step.sequences]
         assert len(set(seq_ids)) == len(seq_ids), "a sequence twice in one step"
-        blocks = [block for rows in step.sequences for block in rows.block_table]
-        assert len(set(blocks)) == len(blocks), "a block has two owners"
-        assert all(0 <= block < self._num_blocks for block in blocks)
+        users = Counter(block for rows in step.sequences for block in rows.block_table)
+        assert all(0 <= block < self._num_blocks for block in users)
+        for rows in step.sequences:
+            unsettled = rows.block_table[rows.start // self._block_size :]
+            assert all(users[block] == 1 for block in unsettled), "others see what is written"
+
+    def _copy(self, copy: BlockCopy) -> None:
+        assert 0 < copy.num_tokens <= self._block_size
+        assert copy.source != copy.target
+        for slot in range(copy.num_tokens):
+            cell = self._cells.get((copy.source, slot))
+            assert cell is not None, f"slot {slot} of block {copy.source} was never computed"
+            self._cells[copy.target, slot] = cell
 
     def _compute(self, rows: SequenceRows) -> SequenceTokens | None:
         assert rows.token_ids, "a sequence without rows"
@@ -112,8 +126,11 @@ class FakeTarget:
         assert 0 <= rows.num_drafts < len(rows.token_ids)
         assert rows.sampling is not None or rows.num_drafts == 0
         states = self._write(rows)
+        scores = tuple(map(self._model.logprob, states, rows.scored_token_ids))
         if rows.sampling is None:
-            return None
+            if not scores:
+                return None
+            return SequenceTokens(seq_id=rows.seq_id, num_accepted=0, token_ids=(), scores=scores)
         first = len(rows.token_ids) - rows.num_drafts - 1
         drawn = tuple(
             self._model.next_token(states[i], rows.start + i + 1, rows.sampling)
@@ -132,6 +149,10 @@ class FakeTarget:
             num_accepted=num_accepted,
             token_ids=token_ids,
             logprobs=logprobs if rows.logprobs else (),
+            top_logprobs=tuple(((token_ids[i], logprobs[i]),) for i in range(len(token_ids)))
+            if rows.top_logprobs
+            else (),
+            scores=scores,
         )
 
     def _write(self, rows: SequenceRows) -> list[int]:

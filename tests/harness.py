@@ -11,13 +11,14 @@ from cluster.control.policy import FixedPolicy
 from cluster.engine.engine import Engine
 from cluster.engine.limits import EngineLimits
 from cluster.interfaces import Drafter, Target
-from cluster.messages import SamplingSpec, StepInput, TokenDelta
+from cluster.messages import Rule, SamplingSpec, StepInput, TokenDelta
 from cluster.metrics import EngineMetrics
 from cluster.request import FinishReason, Request, SamplingParams, SpeculationParams, StoppingParams
 from tests.fakes import EOS_TOKEN_ID, FakeModel, FakeTarget
 
 GREEDY = SamplingParams(seed=0, temperature=0.0)
 SAMPLED = SamplingParams(seed=7, temperature=1.0)
+SUMMED = {"model", "drafter", "tenant"}  # labels that `series` sums over
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,25 @@ class Recorder:
         assert delta.request_id == self.request.request_id
         assert 0 <= delta.num_accepted <= min(delta.num_drafted, len(delta.token_ids))
         assert len(delta.logprobs) == (len(delta.token_ids) if self.request.logprobs else 0)
+        assert len(delta.top_logprobs) == (len(delta.token_ids) if self.request.top_logprobs else 0)
         assert delta.token_ids or delta.finish_reason is not None, "an empty delta"
+        if not delta.token_ids or any(earlier.token_ids for earlier in self.deltas):
+            assert not delta.prompt_logprobs, "twice, or without a token"
+            assert not delta.num_cached_tokens, "twice, or without a token"
+        assert 0 <= delta.num_cached_tokens <= len(self.request.prompt_token_ids)
         self.deltas.append(delta)
         if delta.finish_reason is not None:
             self.finished.set()
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return sum(delta.num_cached_tokens for delta in self.deltas)
+
+    @property
+    def prompt_logprobs(self) -> tuple[float, ...]:
+        """Logprobs of the prompt's tokens but the first, if these came."""
+        return tuple(logprob for delta in self.deltas for logprob in delta.prompt_logprobs)
 
     @property
     def num_drafted(self) -> int:
@@ -129,6 +145,7 @@ def make_engine(
     num_speculative_tokens: int = 4,
     eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
     registry: CollectorRegistry | None = None,
+    rule: Rule = Rule.COUPLED,
 ) -> Engine:
     """An engine of its own registry unless one is given."""
     return Engine(
@@ -138,6 +155,7 @@ def make_engine(
         limits=limits,
         eos_token_ids=frozenset(eos_token_ids),
         metrics=EngineMetrics(registry or CollectorRegistry(), model="fake", num_positions=16),
+        rule=rule,
     )
 
 
@@ -234,10 +252,11 @@ def check_same(recorders: Iterable[Recorder], limits: EngineLimits) -> None:
 
 
 def series(registry: CollectorRegistry) -> Mapping[str, float]:
-    """Every sample by `name{label=value,...}` without the model label."""
-    values = {}
+    """Every sample by `name{label=value,...}`, summed over model, drafter and tenant."""
+    values: dict[str, float] = {}
     for metric in registry.collect():
         for sample in metric.samples:
-            labels = ",".join(f"{k}={v}" for k, v in sample.labels.items() if k != "model")
-            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+            labels = ",".join(f"{k}={v}" for k, v in sample.labels.items() if k not in SUMMED)
+            name = f"{sample.name}{{{labels}}}" if labels else sample.name
+            values[name] = values.get(name, 0) + sample.value
     return values

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import worker as worker_module
+from cluster import self_check
 from cluster.models.decoder import Segment
 from cluster.models.load import load_decoder
 from cluster.worker import TargetWorker
@@ -71,11 +71,42 @@ def test_it_names_the_schedules_that_differ(checkpoints: dict[str, Path], name: 
     assert worker.self_check() == expected
 
 
+@pytest.mark.parametrize("name", [SINGLE, BESIDE, TRUNCATE])
+def test_it_looks_where_there_are_many_keys(checkpoints: dict[str, Path], name: str) -> None:
+    """A decoder that is exact up to some hundred keys and not beyond is found out."""
+    disturb = {
+        SINGLE: lambda segments: 1e-5 * (num_rows(segments) == 1),
+        BESIDE: lambda segments: 1e-5 * (len(segments) == 3),
+        TRUNCATE: lambda segments: 1e-5 * (len(segments) == 2),
+    }[name]
+    far = Spy(
+        load(checkpoints["target"]),
+        lambda segments: disturb(segments) * any(segment.start > 300 for segment in segments),
+    )
+    worker = TargetWorker(far, num_blocks=1, block_size=16)  # type: ignore[arg-type]
+    assert worker.self_check() == (name,)
+
+
+@pytest.mark.parametrize("name", ["sample", "distribution", "top_log_probs"])
+def test_it_covers_every_result_of_sampling(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Tokens, distributions and top logprobs that depend on how many rows there are."""
+    honest = getattr(self_check, name)
+    monkeypatch.setattr(
+        self_check,
+        name,
+        lambda logits, *args, **kwargs: honest(logits * (1 + 0.5 * len(logits)), *args, **kwargs),
+    )
+    worker = TargetWorker(load(checkpoints["target"]), num_blocks=1, block_size=16)
+    assert worker.self_check() == ("sampling",)
+
+
 def test_it_covers_sampling(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Logprobs that depend on how many rows there are are found out, too."""
-    log_probs = worker_module.token_log_probs
+    log_probs = self_check.token_log_probs
     monkeypatch.setattr(
-        worker_module,
+        self_check,
         "token_log_probs",
         lambda logits, token_ids: log_probs(logits * (1 + 1e-4 * len(logits)), token_ids),
     )

@@ -11,10 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.messages import SamplingSpec, SequenceRows, SequenceTokens, StepInput, StepOutput
+from cluster.messages import (
+    SamplingSpec,
+    SequenceRows,
+    SequenceTokens,
+    StepInput,
+    StepOutput,
+    TopLogprobs,
+)
 from cluster.models.decoder import Decoder, Segment
 from cluster.models.kv_cache import KVCache
 from cluster.models.load import load_decoder
+from cluster.request import Grammar
 from cluster.worker import TargetWorker
 
 VOCAB = 512
@@ -24,6 +32,16 @@ NUM_NEW = 20
 GREEDY = SamplingSpec(seed=1, temperature=0.0)
 SEEDED = SamplingSpec(seed=2, temperature=0.9, top_p=0.95)
 PLAIN = SamplingSpec(seed=3, temperature=1.2)
+PENALISED = SamplingSpec(
+    seed=4,
+    temperature=0.9,
+    repetition_penalty=1.2,
+    frequency_penalty=1.5,
+    logit_bias=((7, 3.0),),
+    banned_token_ids=(3,),
+    min_p=0.01,
+    num_prompt_tokens=1,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,6 +78,8 @@ class Answer:
     num_computed: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
+    grammar: Grammar | None = None
 
     def rows(
         self, *, chunk: int = 10_000, drafts: Sequence[int] = (), seq_id: int = 0
@@ -69,6 +89,7 @@ class Answer:
         token_ids = known[self.num_computed : self.num_computed + chunk]
         last = self.num_computed + len(token_ids) == len(known)
         drafts = drafts if last and self.token_ids else ()
+        looks_back = self.sampling.needs_history or self.grammar is not None
         return SequenceRows(
             seq_id=seq_id,
             block_table=self.block_table,
@@ -76,7 +97,10 @@ class Answer:
             token_ids=(*token_ids, *drafts),
             num_drafts=len(drafts),
             sampling=self.sampling if last else None,
+            grammar=self.grammar,
+            history_token_ids=tuple(known[: self.num_computed]) if looks_back else (),
             logprobs=True,
+            top_logprobs=3,
         )
 
     def commit(self, rows: SequenceRows, tokens: SequenceTokens | None) -> None:
@@ -84,9 +108,11 @@ class Answer:
         self.num_computed += len(rows.token_ids) - rows.num_drafts
         if tokens is not None:
             assert len(tokens.token_ids) == len(tokens.logprobs) == tokens.num_accepted + 1
+            assert len(tokens.token_ids) == len(tokens.top_logprobs)
             self.num_computed += tokens.num_accepted
             self.token_ids += tokens.token_ids
             self.logprobs += tokens.logprobs
+            self.top += tokens.top_logprobs
 
 
 def step(worker: TargetWorker, answers: Sequence[Answer], rows: Sequence[SequenceRows]) -> None:
@@ -151,7 +177,7 @@ def test_x07_x09_any_mix_in_a_step_gives_each_sequence_its_own_answer(
     mixed = TargetWorker(decoder, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     expected, answers = [], []
-    for index, sampling in enumerate([GREEDY, SEEDED, PLAIN, GREEDY, SEEDED]):
+    for index, sampling in enumerate([GREEDY, SEEDED, PLAIN, PENALISED, PENALISED]):
         prompt = prompt_of(rng.choice([1, 2, 15, 16, 17, 40]), seed=seed + index)
         expected.append(plain(decoder, prompt, sampling))
         answers.append(Answer(prompt, sampling, tuple(blocks[5 * index : 5 * index + 5])))
@@ -168,6 +194,7 @@ def test_x07_x09_any_mix_in_a_step_gives_each_sequence_its_own_answer(
     for answer, alone in zip(answers, expected, strict=True):
         assert answer.token_ids == alone.token_ids
         assert answer.logprobs == alone.logprobs
+        assert answer.top == alone.top
 
 
 def test_an_answer_is_greedy_and_its_logprobs_are_the_softmax(
@@ -177,9 +204,7 @@ def test_an_answer_is_greedy_and_its_logprobs_are_the_softmax(
     decoder = load(checkpoints["target"])
     answer = plain(decoder, prompt_of(9), GREEDY)
     text = [*prompt_of(9), *answer.token_ids]
-    cache = KVCache(
-        decoder.spec, num_blocks=5, block_size=16, dtype=torch.float32, device=decoder.device
-    )
+    cache = KVCache.of(decoder, num_blocks=5, block_size=16)
     hidden = decoder.forward(torch.tensor(text), [Segment((0, 1, 2, 3, 4), 0, len(text))], cache)
     log_probs = decoder.logits(hidden)[8:-1].log_softmax(-1)
     assert answer.token_ids == log_probs.argmax(-1).tolist()
@@ -225,6 +250,10 @@ class Spy:
         """The decoder's own."""
         self.head_rows.append(hidden.shape[0])
         return self._decoder.logits(hidden)
+
+    def largest(self, hidden: torch.Tensor) -> list[int] | None:
+        """Nothing: all goes through the head."""
+        del hidden
 
 
 def test_only_sampled_rows_go_through_the_head(checkpoints: dict[str, Path]) -> None:

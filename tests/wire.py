@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import grpc
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
@@ -15,6 +16,8 @@ from cluster.metrics import GatewayMetrics
 from cluster.models.reference import GenerationDefaults
 from cluster.request import Request
 from cluster.text.tokenizer import Tokenizer
+from deployments.auth import Authenticator
+from deployments.fair_use import FairUse
 from deployments.grpc_service import InferenceService, build_server
 from deployments.schemas import RequestReader
 from protos import inference_pb2, inference_pb2_grpc
@@ -86,7 +89,7 @@ class EngineBackend:
 
 @dataclass
 class Answer:
-    """A whole streamed answer."""
+    """A whole streamed answer, the only one or one of several."""
 
     chunks: list[inference_pb2.GenerateChunk]
 
@@ -111,6 +114,23 @@ class Answer:
         return self.chunks[-1]
 
 
+@dataclass(frozen=True)
+class Door:
+    """How a server is entered; open to everyone in plaintext unless a test says else."""
+
+    authenticator: Authenticator | None = None
+    credentials: grpc.ServerCredentials | None = None
+    reflects: bool = True
+    fair_use: FairUse | None = None
+    client: grpc.ChannelCredentials | None = None
+
+    def knock(self, port: int) -> aio.Channel:
+        """A channel that may come in."""
+        if self.client is None:
+            return aio.insecure_channel(f"127.0.0.1:{port}")
+        return aio.secure_channel(f"localhost:{port}", self.client)
+
+
 @dataclass
 class Wire:
     """What a test talks to, and what it looks into."""
@@ -124,9 +144,18 @@ class Wire:
     engine_registry: CollectorRegistry
 
     async def ask(self, **fields: object) -> Answer:
-        """One streamed answer."""
-        call = self.stub.GenerateStream(request(**fields))
-        return Answer([chunk async for chunk in call])
+        """The answer to a request for one."""
+        (answer,) = await self.ask_several(**fields)
+        return answer
+
+    async def ask_several(self, **fields: object) -> list[Answer]:
+        """All answers to a request, by their index."""
+        chunks = [chunk async for chunk in self.stub.GenerateStream(request(**fields))]
+        num_answers = 1 + max(chunk.answer_index for chunk in chunks)
+        return [
+            Answer([chunk for chunk in chunks if chunk.answer_index == index])
+            for index in range(num_answers)
+        ]
 
 
 def request(**fields: object) -> inference_pb2.GenerateRequest:
@@ -148,17 +177,22 @@ async def served(
     tokenizer: Tokenizer,
     script: Sequence[int] = (),
     *,
+    model: Callable[[int, tuple[int, ...]], FakeModel] = ScriptedModel,
     drafter: Callable[[FakeModel], FakeDrafter] = SameDrafter,
     target: Callable[..., FakeTarget] = FakeTarget,
     num_speculative_tokens: int = 4,
     max_message_bytes: int = 2**20,
+    door: Door | None = None,
     **limits: float,
 ) -> AsyncIterator[Wire]:
-    """A server up inside the block; afterwards nothing of any request may be left."""
+    """A server up inside the block; afterwards nothing of any request may be left.
+
+    `model` is made of the size of the vocabulary and the script.
+    """
     engine_limits = make_limits(**({"vocab_size": tokenizer.num_tokens} | limits))
-    model = ScriptedModel(engine_limits.vocab_size, tuple(script))
+    fake_model = model(engine_limits.vocab_size, tuple(script))
     fake = target(
-        model,
+        fake_model,
         num_blocks=engine_limits.num_blocks,
         block_size=engine_limits.block_size,
         max_model_len=engine_limits.max_model_len,
@@ -166,7 +200,7 @@ async def served(
     engine_registry = CollectorRegistry()
     engine = make_engine(
         fake,
-        drafter(model),
+        drafter(fake_model),
         limits=engine_limits,
         num_speculative_tokens=num_speculative_tokens,
         eos_token_ids=(EOS,),
@@ -185,6 +219,7 @@ async def served(
         target=fake,
         engine_registry=engine_registry,
         max_message_bytes=max_message_bytes,
+        door=door,
     ) as wire:
         yield wire
 
@@ -198,22 +233,32 @@ async def serving(
     target: Target,
     engine_registry: CollectorRegistry,
     max_message_bytes: int = 2**20,
+    door: Door | None = None,
 ) -> AsyncIterator[Wire]:
     """A server of this engine, up inside the block; afterwards nothing may be left in it."""
     backend = EngineBackend(engine, info)
     reader = RequestReader(info, tokenizer, GenerationDefaults(eos_token_ids=frozenset({EOS})))
     gateway_registry = CollectorRegistry()
     at_rest = engine.load().free_blocks
+    door = door or Door()
     async with running(engine):
         server, port = build_server(
-            InferenceService(backend, reader, GatewayMetrics(gateway_registry, model=info.name)),
+            InferenceService(
+                backend,
+                reader,
+                GatewayMetrics(gateway_registry, model=info.name),
+                door.fair_use,
+            ),
             host="127.0.0.1",
             port=0,
             max_message_bytes=max_message_bytes,
+            authenticator=door.authenticator,
+            credentials=door.credentials,
+            reflects=door.reflects,
         )
         await server.start()
         try:
-            async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            async with door.knock(port) as channel:
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 yield Wire(port, channel, stub, backend, target, gateway_registry, engine_registry)
         finally:

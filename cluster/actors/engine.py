@@ -7,16 +7,19 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
-from ray.actor import ActorHandle
 
+from cluster.actors.membership import Member
 from cluster.actors.outbox import HEARTBEAT_SECONDS, Outbox
 from cluster.actors.remote_drafter import RemoteDrafter
-from cluster.config import DrafthouseConfig, ModelDrafterConfig
+from cluster.actors.target import compute_side
+from cluster.config import DrafthouseConfig, draft_models
 from cluster.engine.engine import Engine
 from cluster.errors import TargetUnavailable
-from cluster.messages import EngineLoad, ModelInfo, OutputBatch
+from cluster.logs import setup_logging
+from cluster.messages import DraftLoad, EngineLoad, ModelInfo, OutputBatch, Rule
 from cluster.metrics import Family, collect
 from cluster.request import Request, SamplingParams, SpeculationParams, StoppingParams
 
@@ -61,6 +64,10 @@ class EngineHost:
         """How busy the engine is."""
         return self._engine.load()
 
+    async def set_price_floor(self, floor: float) -> None:
+        """Have no draft position verified whose survival is below the floor."""
+        self._engine.set_price_floor(floor)
+
     async def submit(self, stream: str, request: Request) -> None:
         """Take a request in, its tokens to go to `stream`. Raises what Engine.submit raises."""
         outbox = self._outbox(stream)
@@ -76,6 +83,13 @@ class EngineHost:
         for request_id in request_ids:
             self._engine.abort(request_id)
 
+    async def close(self) -> None:
+        """End the engine, and return when gateways have been told of those that were under way."""
+        await self._engine.close()
+        while any(outbox.is_filled for outbox in self._outboxes.values()):  # noqa: ASYNC110 - of many, and once
+            await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)  # what was taken is on its way
+
     async def outputs(self, stream: str) -> AsyncIterator[OutputBatch]:
         """All tokens of a stream's requests, an item a step, and a heartbeat when there are none.
 
@@ -83,9 +97,13 @@ class EngineHost:
         """
         outbox = self._outbox(stream)
         end = time.monotonic() + STREAM_SECONDS
+        told: frozenset[int] = frozenset()
         while time.monotonic() < end:
             deltas = await outbox.take(patience_seconds=HEARTBEAT_SECONDS)
-            yield OutputBatch(self._engine_id, deltas, self._engine.load())
+            load, prefixes = self._engine.load(), self._engine.prefixes()
+            if prefixes is not told:
+                load, told = replace(load, prefixes=prefixes), prefixes
+            yield OutputBatch(self._engine_id, deltas, load)
 
     async def probe(self, *, timeout_seconds: float) -> None:
         """Return when the engine is seen to make progress.
@@ -146,10 +164,19 @@ class EngineActor(EngineHost):
         # Supervisors know this class too, and have no use for torch: only an engine loads it.
         from cluster.local import build_engine, in_passing_thread  # noqa: PLC0415
 
+        setup_logging(engine_id, config.observability)
         self._registry = CollectorRegistry()
-        self._remote_drafter = _remote_drafter(config, engine_id=engine_id)
+        self._remote_drafters = _remote_drafters(config, engine_id=engine_id)
+        ranks = None
+        if config.target.tensor_parallel_size > 1:
+            ranks = await compute_side(config, engine_id=engine_id)
         local = await in_passing_thread(
-            lambda: build_engine(config, registry=self._registry, drafter=self._remote_drafter)
+            lambda: build_engine(
+                config,
+                registry=self._registry,
+                remote_drafters=self._remote_drafters,
+                ranks=ranks,
+            )
         )
         self._info = local.info
         super().__init__(local.engine, engine_id=engine_id)
@@ -162,18 +189,31 @@ class EngineActor(EngineHost):
         """Everything this process has counted."""
         return collect(self._registry)
 
-    async def set_draft_workers(self, workers: Mapping[str, ActorHandle]) -> None:
-        """Draft with these workers, by worker id, from the next step on."""
-        if self._remote_drafter is not None:
-            self._remote_drafter.set_workers(workers)
-
-
-def _remote_drafter(config: DrafthouseConfig, *, engine_id: str) -> RemoteDrafter | None:
-    """The way to the draft workers, when the draft model runs in them."""
-    match config.drafter:
-        case ModelDrafterConfig(placement="worker") as drafter:
-            return RemoteDrafter(
-                drafter.model, engine_id=engine_id, context_limit=drafter.max_model_len
+    async def set_draft_workers(self, workers: Mapping[str, Member]) -> None:
+        """Draft with these workers, by worker id, from the next step on: each in its pool."""
+        for pool, drafter in self._remote_drafters.items():
+            own = {name: worker for name, worker in workers.items() if worker.pool == pool}
+            drafter.set_workers(
+                {name: worker.handle for name, worker in own.items()},
+                num_sequences={
+                    name: worker.load.num_sequences
+                    for name, worker in own.items()
+                    if isinstance(worker.load, DraftLoad)
+                },
             )
-        case _:
-            return None
+
+
+def _remote_drafters(config: DrafthouseConfig, *, engine_id: str) -> dict[str, RemoteDrafter]:
+    """The way to each pool of draft workers."""
+    return {
+        model.pool: RemoteDrafter(
+            model.pool,
+            engine_id=engine_id,
+            context_limit=model.max_model_len,
+            rule=Rule(config.speculation.verification),
+            most_seconds=config.speculation.draft_deadline_seconds,
+            weighs=config.speculation.policy == "adaptive",
+        )
+        for model in draft_models(config.drafter)
+        if model.in_workers
+    }

@@ -17,26 +17,35 @@ MAX_WAITING = 8
 
 
 def joined(earlier: TokenDelta, later: TokenDelta) -> TokenDelta:
-    """Two deltas of one request as one, as if both steps had been one."""
+    """Two deltas of one request as one; it tells of how many steps that gave tokens it is."""
     return TokenDelta(
         request_id=earlier.request_id,
         token_ids=earlier.token_ids + later.token_ids,
         logprobs=earlier.logprobs + later.logprobs,
+        top_logprobs=earlier.top_logprobs + later.top_logprobs,
+        prompt_logprobs=earlier.prompt_logprobs + later.prompt_logprobs,
+        num_cached_tokens=earlier.num_cached_tokens + later.num_cached_tokens,
+        num_steps=sum(delta.num_steps for delta in (earlier, later) if delta.token_ids),
         num_drafted=earlier.num_drafted + later.num_drafted,
         num_accepted=earlier.num_accepted + later.num_accepted,
         finish_reason=later.finish_reason,
         error=later.error,
+        traced_steps=earlier.traced_steps + later.traced_steps,
     )
 
 
 class Outbox:
     """The waiting deltas of one gateway, and which requests are under way for it.
 
-    `put` never blocks. `take` waits. Both run in the engine's event loop.
+    Of each request at most `max_waiting` wait. `put` never blocks. `take` waits. Both run in the
+    engine's event loop.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, max_waiting: int = MAX_WAITING
+    ) -> None:
         self._clock = clock
+        self._max_waiting = max_waiting
         self._waiting: dict[str, list[TokenDelta]] = {}
         self._filled = asyncio.Event()
         self._last_taken = clock()
@@ -47,10 +56,15 @@ class Outbox:
         """How long nobody has come for anything."""
         return self._clock() - self._last_taken
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether something waits."""
+        return self._filled.is_set()
+
     def put(self, delta: TokenDelta) -> None:
         """Leave a delta for the gateway."""
         waiting = self._waiting.setdefault(delta.request_id, [])
-        if len(waiting) < MAX_WAITING:
+        if len(waiting) < self._max_waiting:
             waiting.append(delta)
         else:
             waiting[-1] = joined(waiting[-1], delta)

@@ -12,10 +12,12 @@ from typing import Any, cast
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from cluster.actors.starting import started
 from cluster.config import DrafthouseConfig, GatewayConfig
 from cluster.errors import ConfigurationError, Unavailable
 
@@ -24,6 +26,13 @@ IMPORT_PATH = "deployments.app:build_app"  # a name, as Serve itself takes it: d
 OBJECT_STORE_BYTES = 256 * 2**20  # everything on the data path rides inline
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 10.0
+KNOCK_SECONDS = 5.0
+HTTP_OPTIONS = {  # of Serve, and what they are called here
+    "host": "host",
+    "port": "http_port",
+    "ssl_certfile": "tls.certificate",
+    "ssl_keyfile": "tls.key",
+}
 OUR_ERROR = re.compile(r"cluster\.errors\.\w+(?:\x1b\[\d+m)?: ([^\n]+)")
 
 
@@ -33,13 +42,15 @@ def local_ray(num_cpus: int, gateway: GatewayConfig) -> Iterator[None]:
 
     `num_cpus` is what Ray may count with, not what there is.
     """
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level="ERROR",
+    started(
+        lambda: ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     )
     try:
         _start_serve(gateway)
@@ -51,17 +62,25 @@ def local_ray(num_cpus: int, gateway: GatewayConfig) -> Iterator[None]:
 @contextmanager
 def joined_ray(address: str, gateway: GatewayConfig) -> Iterator[None]:
     """A Ray cluster that runs already; the application goes when this ends, Serve itself stays."""
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
-        raise Unavailable(f"no Ray cluster answers at {address}: {error}") from error
+    join(address)
     try:
         _start_serve(gateway)
-        yield
+        try:
+            yield
+        finally:
+            with suppress(RayError, RayServeException):  # it never came up, or Ray is gone
+                serve.delete(APP_NAME)  # streams under way are drained
     finally:
-        with suppress(RayError, RayServeException):  # it never came up, or Ray is gone
-            serve.delete(APP_NAME)  # streams under way are drained
         ray.shutdown()
+
+
+def join(address: str) -> None:
+    """Make this process part of a Ray cluster that runs already. Raises Unavailable."""
+    try:
+        _knock(address)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:  # away, of another version, no address
+        raise Unavailable(f"no Ray cluster answers at {address}: {error}") from error
 
 
 def deploy(config: DrafthouseConfig) -> DeploymentHandle:
@@ -104,6 +123,13 @@ def check_free(host: str, port: int, *, field: str) -> None:
         raise ConfigurationError(f"{field}: {host}:{port} is taken ({error.strerror})") from error
 
 
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens, which Ray itself would find out in minutes."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+
+
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -111,13 +137,38 @@ def _listening(host: str, port: int) -> Iterator[int]:
         yield probe.getsockname()[1]
 
 
-def _start_serve(gateway: GatewayConfig) -> None:
-    for name in ("ray", "ray.serve"):  # what they have to say is in the session's log files
+def hush() -> None:
+    """Leave to the session's log files what Ray and Serve have to say in this process."""
+    for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    serve.start(
-        http_options={"host": gateway.host, "port": gateway.http_port},
-        logging_config={"log_level": "ERROR", "enable_access_log": False},
+
+
+def _start_serve(gateway: GatewayConfig) -> None:
+    hush()
+    tls = gateway.tls
+    certificates = (
+        {} if tls is None else {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
     )
+    http = {"host": gateway.host, "port": gateway.http_port, **certificates}
+    serve.start(
+        http_options=http, logging_config={"log_level": "ERROR", "enable_access_log": False}
+    )
+    _check_http(http)
+
+
+def _check_http(asked: dict[str, Any]) -> None:
+    """Raises ConfigurationError where a Serve that ran already listens for HTTP in another way.
+
+    It goes on doing so in silence: in plaintext, too, where certificates were asked for.
+    """
+    found = _get_global_client().http_config
+    for option, field in HTTP_OPTIONS.items():
+        there = getattr(found, option)
+        if there != asked.get(option):
+            raise ConfigurationError(
+                f"gateway.{field}: on this Ray cluster Serve runs already, with {there!r}; "
+                "say the same, or end it with `serve shutdown`"
+            )
 
 
 def _running(progress: Callable[[str], None]) -> bool:

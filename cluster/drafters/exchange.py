@@ -12,10 +12,11 @@ that is outstanding, so a lost, late, repeated or reordered answer leaves the ne
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from uuid import uuid4
 
 from cluster.interfaces import DraftQuery
-from cluster.messages import Draft, DraftWanted, ExchangeInput, ExchangeOutput, Resync
+from cluster.messages import Draft, DraftWanted, ExchangeInput, ExchangeOutput, Resync, Rule
 
 REFUSAL_MESSAGES = 16
 
@@ -38,10 +39,18 @@ class ExchangeClient:
 
     A sequence whose whole context is answered with Resync found the worker full. It is left out
     of the next `refusal_messages` messages, so that a full worker is not sent it at every step.
+    `rule` is how the drafts will be verified.
     """
 
-    def __init__(self, engine_id: str, *, refusal_messages: int = REFUSAL_MESSAGES) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        *,
+        rule: Rule = Rule.COUPLED,
+        refusal_messages: int = REFUSAL_MESSAGES,
+    ) -> None:
         self._engine_id = f"{engine_id}/{uuid4().hex[:12]}"
+        self._rule = rule
         self._refusal_messages = refusal_messages
         self._step_id = 0
         self._held: dict[int, int] = {}  # committed tokens the worker has acknowledged
@@ -60,8 +69,13 @@ class ExchangeClient:
         """Sequences this side keeps anything about."""
         return len(self._sent | self._finished | self._held.keys() | self._refused_until.keys())
 
-    def message(self, queries: Sequence[DraftQuery]) -> ExchangeInput:
-        """The next message, which becomes the outstanding one. `queries` may be empty."""
+    def message(
+        self, queries: Sequence[DraftQuery], *, budget_seconds: float = inf
+    ) -> ExchangeInput:
+        """The next message, which becomes the outstanding one. `queries` may be empty.
+
+        Tails are as long as the lowest of the queries' prices has them.
+        """
         self._step_id += 1
         asked = [query for query in queries if self._may_ask(query)]
         wanted = tuple(self._wanted(query) for query in asked)
@@ -78,6 +92,9 @@ class ExchangeClient:
             step_id=self._step_id,
             wanted=wanted,
             finished=tuple(sorted(self._finished)),
+            rule=self._rule,
+            price=min((query.price for query in queries), default=0.0),
+            budget_seconds=budget_seconds,
         )
 
     def digest(self, answer: ExchangeOutput) -> dict[int, Draft]:

@@ -1,5 +1,7 @@
 """Whether a draft's token ids mean what the target's mean: asked once, at start."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,3 +44,8 @@ def load_tokens(folder: Path) -> dict[int, str]:
 
     vocabulary = AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab()
     return {token_id: token for token, token_id in vocabulary.items()}
+
+
+def vocabulary_sha256(tokens: Mapping[int, str]) -> str:
+    """Of every id with its token: equal for equal vocabularies."""
+    return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()

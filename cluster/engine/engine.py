@@ -2,31 +2,39 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 
-from cluster.control.policy import Policy
+from cluster.control.policy import Policy, StepRecord, StepShape
+from cluster.engine.commit import advance, matched, outcomes
+from cluster.engine.deadlines import Deadlines
 from cluster.engine.limits import EngineLimits
+from cluster.engine.load import LoadMeter
 from cluster.engine.plan import Plan, Turn
 from cluster.engine.proposer import Proposer, is_cancelled
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.sequence import Emit, Sequence
+from cluster.engine.trace import StepTracer
 from cluster.engine.validation import validate
-from cluster.errors import InvalidRequest, Overloaded, TargetUnavailable
+from cluster.errors import DrafthouseError, InvalidRequest, Overloaded, TargetUnavailable
 from cluster.interfaces import Drafter, Target
-from cluster.messages import Draft, EngineLoad, SequenceTokens, StepOutput, TokenDelta
+from cluster.messages import Draft, EngineLoad, Rule, SequenceTokens, TokenDelta
 from cluster.metrics import EngineMetrics
-from cluster.request import FinishReason, Request
+from cluster.request import DEADLINE_PASSED, FinishReason, Request
 
 __all__ = ["Engine", "EngineLimits"]
 
 logger = logging.getLogger(__name__)
+
+LEAST_RETRY_SECONDS = 0.1
 
 
 class Engine:
     """Continues requests with a target, faster with a drafter. Used from one event loop.
 
     Each request gets TokenDeltas through its `emit`, in order, the last with a finish reason.
-    `emit` is called while a step is committed: it must not block.
+    `emit` is called while a step is committed: it must not block. `rule` says how drafts are
+    verified, and should be the drafter's, too: what it draws otherwise is kept less often.
     """
 
     def __init__(
@@ -38,18 +46,26 @@ class Engine:
         limits: EngineLimits,
         eos_token_ids: frozenset[int],
         metrics: EngineMetrics,
+        rule: Rule = Rule.COUPLED,
     ) -> None:
         self._target = target
+        self._rule = rule
         self._policy = policy
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._metrics = metrics
         self._scheduler = Scheduler(limits, draft_context_limit=drafter.context_limit)
+        self._deadlines = Deadlines()
+        self._tracer = StepTracer()
         self._proposer = Proposer(
             drafter,
             deadline_seconds=limits.draft_deadline_seconds,
             vocab_size=limits.vocab_size,
             metrics=metrics,
+            rule=rule,
+        )
+        self._meter = LoadMeter(
+            self._scheduler, limits, policy, late_ratio=lambda: self._proposer.late_ratio
         )
         self._sequences: dict[str, Sequence] = {}
         self._num_submitted = 0
@@ -61,7 +77,8 @@ class Engine:
     def submit(self, request: Request, emit: Emit) -> None:
         """Take a request in; its deltas go to `emit` from the next step on.
 
-        A request whose earlier output already ended it gets its last delta at once. Raises
+        A request whose earlier output already ended it gets its last delta at once, and one that
+        had begun elsewhere is taken in however many wait. Raises
         InvalidRequest, ContextExceeded, Overloaded, and TargetUnavailable once the engine ended.
         """
         if self._ended is not None:
@@ -70,8 +87,12 @@ class Engine:
         if request.request_id in self._sequences:
             raise InvalidRequest("request_id", f"{request.request_id!r} is under way already")
         num_queued = self._scheduler.num_queued
-        if num_queued >= self._limits.max_num_waiting:
-            raise Overloaded(waiting=num_queued, limit=self._limits.max_num_waiting)
+        if num_queued >= self._limits.max_num_waiting and not request.output_token_ids:
+            raise Overloaded(
+                waiting=num_queued,
+                limit=self._limits.max_num_waiting,
+                retry_seconds=max(self._meter.place_seconds, LEAST_RETRY_SECONDS),
+            )
         self._num_submitted += 1
         sequence = Sequence(
             request,
@@ -79,13 +100,14 @@ class Engine:
             emit=emit,
             eos_token_ids=self._eos_token_ids,
             max_model_len=self._limits.max_model_len,
+            arrived_at=time.monotonic(),
         )
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
         if (reason := sequence.finish_reason()) is not None:
             self._end(sequence, TokenDelta(request_id=request.request_id, finish_reason=reason))
         self._work.set()
-        self._metrics.observe_load(self.load())
+        self._observe_load()
 
     def abort(self, request_id: str) -> None:
         """End a request with FinishReason.ABORT. An id that is not under way is ignored.
@@ -114,13 +136,16 @@ class Engine:
                 self.abort(request.request_id)
 
     def load(self) -> EngineLoad:
-        """How busy the engine is now."""
-        return EngineLoad(
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            free_blocks=self._scheduler.blocks.num_free,
-            step_id=self._scheduler.step_id,
-        )
+        """How busy the engine is now, and how fast."""
+        return self._meter.load()
+
+    def prefixes(self) -> frozenset[int]:
+        """Digests of the prefixes that need not be computed; the same object until they change."""
+        return self._meter.prefixes()
+
+    def set_price_floor(self, floor: float) -> None:
+        """Verify no draft position of a survival below it, whatever the policy thinks."""
+        self._policy.price_floor = floor
 
     async def run(self) -> None:
         """Step while there is work, sleep while there is none; until cancelled or closed.
@@ -146,13 +171,68 @@ class Engine:
             await self.close()
 
     async def step(self) -> None:
-        """One turn of the loop, for when there is work."""
-        plan = self._scheduler.schedule(self._policy)
+        """One turn of the loop, for when there is work; what came too late is ended before."""
+        self._end_expired()
+        if not self._scheduler.has_work:
+            return
+        plan = self._scheduler.schedule(self._policy, urgency=self._deadlines.urgency)
+        self._observe(plan)
         self._in_step = frozenset(turn.sequence for turn in plan.turns)
-        drafts = await self._proposer.propose(plan.queries())
+        begin = time.perf_counter()
+        shape = plan.shape
+        drafts = await self._drafts(plan, shape)
+        middle = time.perf_counter()
         with self._metrics.timed("target"):
-            result = await self._target.step(plan.input(drafts))
-        self._commit(plan, drafts, result)
+            result = await self._target.step(plan.input(drafts, rule=self._rule))
+        target_seconds = time.perf_counter() - middle
+        draft_seconds = middle - begin
+        self._tracer.ended(plan, draft_seconds=draft_seconds, target_seconds=target_seconds)
+        answers = matched(plan, drafts, result)
+        self._policy.observe(
+            StepRecord(
+                shape=shape,
+                outcomes=outcomes(drafts, answers),
+                draft_seconds=draft_seconds,
+                target_seconds=target_seconds,
+            )
+        )
+        self._deadlines.observe(draft_seconds + target_seconds)
+        self._meter.observe_step(
+            num_rows=shape.num_rows,
+            drafts=drafts.values(),
+            answers=answers,
+            seconds=draft_seconds + target_seconds,
+        )
+        self._commit(plan, drafts, answers)
+
+    async def _drafts(self, plan: Plan, shape: StepShape) -> dict[int, Draft]:
+        """What is drafted and worth verifying.
+
+        Under Rule.RATIO all of it is: which positions pay is decided by looking at a whole draft,
+        and to end it before a token for what comes after that token would shift the output.
+        """
+        drafts = await self._proposer.propose(
+            plan.queries(), patience_seconds=self._policy.patience_seconds
+        )
+        if self._rule is Rule.RATIO:
+            return drafts
+        admitted = self._policy.admit(drafts, shape)
+        return {seq_id: draft.first(admitted.get(seq_id, 0)) for seq_id, draft in drafts.items()}
+
+    def _observe(self, plan: Plan) -> None:
+        """Count who was let in and who was put back."""
+        now = time.monotonic()
+        for sequence in plan.admitted:
+            self._metrics.admitted(
+                waited_seconds=now - sequence.arrived_at,
+                num_prompt_tokens=len(sequence.request.prompt_token_ids),
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+            )
+        self._metrics.preempted(plan.num_preempted)
+
+    def _observe_load(self) -> None:
+        """Publish how busy the engine is."""
+        self._metrics.observe_load(self._meter.counts(), num_blocks=self._limits.num_blocks)
 
     async def close(self) -> None:
         """End everything under way with FinishReason.ERROR; `run` returns after its step."""
@@ -172,12 +252,15 @@ class Engine:
     def _failed(self, error: BaseException) -> TargetUnavailable:
         """Note why the engine ends."""
         logger.error("step %d failed", self._scheduler.step_id, exc_info=error)
-        self._ended = TargetUnavailable(f"the target failed: {error!r}")
+        # Callers hear of it, and what others raise may tell of files and texts.
+        why = error if isinstance(error, DrafthouseError) else type(error).__name__
+        self._ended = TargetUnavailable(f"the target failed: {why}")
         return self._ended
 
-    def _commit(self, plan: Plan, drafts: Mapping[int, Draft], result: StepOutput) -> None:
-        """Make a step's result true: the only place where sequences get tokens."""
-        answers = _matched(plan, drafts, result)
+    def _commit(
+        self, plan: Plan, drafts: Mapping[int, Draft], answers: Mapping[int, SequenceTokens]
+    ) -> None:
+        """Make a step's answers true: the only place where sequences get tokens."""
         self._leave_step()
         for limit in plan.draft_limits:
             self._metrics.draft_limited(limit)
@@ -185,30 +268,48 @@ class Engine:
             sequence = turn.sequence
             if self._sequences.get(sequence.request.request_id) is not sequence:
                 continue  # ended while the step was in flight, or by another's emit
-            sequence.num_computed_tokens += turn.num_rows
-            if (answer := answers.get(sequence.seq_id)) is not None:
-                draft = drafts.get(sequence.seq_id, Draft())
-                self._advance(sequence, draft, answer)
-        self._metrics.observe_load(self.load())
+            draft = drafts.get(sequence.seq_id, Draft())
+            self._commit_turn(turn, draft, answers.get(sequence.seq_id))
+        self._observe_load()
 
-    def _advance(self, sequence: Sequence, draft: Draft, answer: SequenceTokens) -> None:
-        """Add the accepted run up to its stop, give back what was rejected, and emit."""
-        num_emitted = sequence.extend(answer.token_ids)
-        sequence.num_computed_tokens += answer.num_accepted
-        self._scheduler.blocks.truncate(sequence.seq_id, sequence.num_computed_tokens)
-        delta = TokenDelta(
-            request_id=sequence.request.request_id,
-            token_ids=answer.token_ids[:num_emitted],
-            logprobs=answer.logprobs[:num_emitted],
-            num_drafted=len(draft.token_ids),
-            num_accepted=min(answer.num_accepted, num_emitted),
-            finish_reason=sequence.finish_reason(),
-        )
-        self._metrics.count(delta)
+    def _commit_turn(self, turn: Turn, draft: Draft, answer: SequenceTokens | None) -> None:
+        """Make one sequence's part of a step true, and emit what it brought."""
+        sequence = turn.sequence
+        request_id = sequence.request.request_id
+        if answer is not None and answer.error is not None:
+            failed = TokenDelta(
+                request_id=request_id, finish_reason=FinishReason.FAILED, error=answer.error
+            )
+            self._end(sequence, failed)
+            return
+        if answer is not None:
+            sequence.add_scores(answer.scores)
+        sequence.num_computed_tokens += turn.num_rows
+        if answer is None or not answer.token_ids:
+            self._scheduler.settle(sequence)
+            return
+        is_first = not sequence.has_begun
+        delta = advance(sequence, draft, answer)
+        delta = self._tracer.told(turn, draft, delta, is_first=is_first)
+        self._scheduler.settle(sequence)
+        self._scheduler.shares.charge(sequence.request.tenant, delta.num_drafted)
+        self._metrics.count(delta, drafter=draft.drafter)
         if delta.finish_reason is not None:
+            self._meter.observe_answer(sequence.num_answer_tokens)
             self._end(sequence, delta)
         elif not _emitted(sequence, delta):
-            self.abort(sequence.request.request_id)
+            self.abort(request_id)
+
+    def _end_expired(self) -> None:
+        """End those whose deadline has passed: they do not run any more, or never do."""
+        for sequence in self._deadlines.expired(self._sequences.values()):
+            self._metrics.expired(had_begun=sequence.has_begun)
+            passed = TokenDelta(
+                request_id=sequence.request.request_id,
+                finish_reason=FinishReason.ABORT,
+                error=DEADLINE_PASSED,
+            )
+            self._end(sequence, passed)
 
     def _end(self, sequence: Sequence, delta: TokenDelta) -> None:
         """Forget a sequence and emit its last delta; a step in flight keeps its memory so far."""
@@ -217,7 +318,7 @@ class Engine:
             self._leaving.append(sequence)
         else:
             self._release(sequence)
-        self._metrics.observe_load(self.load())
+        self._observe_load()
         _emitted(sequence, delta)
 
     def _leave_step(self) -> None:
@@ -230,35 +331,8 @@ class Engine:
     def _release(self, sequence: Sequence) -> None:
         """Give back all a sequence holds, here and at the drafter."""
         self._scheduler.remove(sequence)
+        self._policy.forget((sequence.seq_id,))
         self._proposer.release((sequence.seq_id,))
-
-
-def _matched(
-    plan: Plan, drafts: Mapping[int, Draft], result: StepOutput
-) -> dict[int, SequenceTokens]:
-    """The target's answers by sequence id. Raises TargetUnavailable if one does not fit."""
-    asked = [turn for turn in plan.turns if turn.samples]
-    if result.step_id != plan.step_id or len(result.sequences) != len(asked):
-        raise TargetUnavailable(f"the answer to step {plan.step_id} is of another step")
-    for turn, answer in zip(asked, result.sequences, strict=True):
-        _check_fits(turn, drafts.get(turn.sequence.seq_id, Draft()), answer)
-    return {answer.seq_id: answer for answer in result.sequences}
-
-
-def _check_fits(turn: Turn, draft: Draft, answer: SequenceTokens) -> None:
-    """Raises TargetUnavailable unless the answer continues the sequence from its draft."""
-    num_accepted, num_tokens = answer.num_accepted, len(answer.token_ids)
-    num_logprobs = num_tokens if turn.sequence.request.logprobs else 0
-    if (
-        answer.seq_id != turn.sequence.seq_id
-        or num_tokens != num_accepted + 1
-        or len(answer.logprobs) != num_logprobs
-        or answer.token_ids[:num_accepted] != draft.token_ids[:num_accepted]
-        or num_accepted > len(draft.token_ids)
-    ):
-        raise TargetUnavailable(
-            f"the answer for sequence {turn.sequence.seq_id} does not follow from its rows"
-        )
 
 
 def _emitted(sequence: Sequence, delta: TokenDelta) -> bool:

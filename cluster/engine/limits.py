@@ -12,6 +12,8 @@ class EngineLimits:
     `block_size` and `num_blocks` are those of the target's KV cache; with `block_size` equal to
     `max_model_len` a block is one slot for one sequence. Raises ConfigurationError when the
     blocks cannot hold one full context, or a size leaves no room to work.
+
+    `prefix_cache` has settled blocks serve later requests. See `scheduler` for the rest.
     """
 
     vocab_size: int
@@ -22,11 +24,14 @@ class EngineLimits:
     block_size: int
     num_blocks: int
     draft_deadline_seconds: float
+    max_prompt_rows_beside_decodes: int = 24
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(f"{name}: {getattr(self, name)} is not above 0")
+            value = getattr(self, name)
+            if value is not False and value <= 0:
+                raise ConfigurationError(f"{name}: {value} is not above 0")
         if self.num_blocks * self.block_size < self.max_model_len:
             raise ConfigurationError(
                 f"num_blocks: {self.num_blocks} blocks of {self.block_size} tokens cannot hold "

@@ -1,22 +1,47 @@
 """Who has rows in the next step, and how many.
 
-A step's budget is spent in this order: one row for every running sequence, then the rest of the
-prompts under way and newly admitted ones, oldest first, then drafts. Prompts leave drafts up to
-half of what is left after the first rows, and drafts leave prompts the other half. A sequence is
-admitted only into a row that is left, so running ones never outnumber the budget: none of them
-ever skips a step, whatever the budget.
+A step's budget of `max_num_batched_tokens` rows is spent in this order:
+
+1. One row for each sequence that decodes. None of them ever skips a step, whatever the budget:
+   no more sequences run than it has rows.
+2. Prompts: those under way and newly admitted ones, in the order of rank, each as far as it goes.
+   They leave drafts up to half of what is left, and drafts leave them the other half. Beside
+   sequences that decode, all prompts together have at most `max_prompt_rows_beside_decodes` rows,
+   so that a long prompt makes a step longer by a bounded time, and running streams go on. When
+   nothing decodes the whole budget is theirs. What a preempted sequence computes again counts as
+   a prompt, too.
+3. Drafts.
+
+Within one priority the tenants that wait are let in by their weights; see `shares`.
+
+Rank is level, then age (the order of arrival). A sequence's level is its request's priority, and
+one more for every AGING_STEPS steps that it has waited: of two sequences whose priorities are n
+apart, the lower is passed by newcomers for at most about n * AGING_STEPS steps of waiting.
+
+A place or memory is taken from a running sequence only for
+
+- a running one of higher rank that needs a block for its next token; the lowest in rank makes
+  room, which may be the one that asks;
+- the first in line, when it has no place or no memory, from those that are lower both in priority
+  and in level, and only if that lets it in.
+
+Who makes room keeps its tokens, goes back before all later arrivals of its priority, and is
+computed again, as far as its blocks were needed meanwhile. The highest in rank is never put back,
+so somebody always gets to the end.
 """
 
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
-from cluster.control.policy import Policy
+from cluster.control.policy import Candidate, Policy
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import EngineLimits
-from cluster.engine.plan import Plan, Turn
+from cluster.engine.plan import Plan, Turn, shape_of
+from cluster.engine.queue import WaitingQueue, level, rank
 from cluster.engine.sequence import Sequence
+from cluster.engine.shares import Shares
 from cluster.errors import OutOfBlocks
+from cluster.messages import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +63,17 @@ def size_draft(num_wanted: int, room: Mapping[str, int]) -> DraftSize:
     return DraftSize(max(room[limit], 0), limit)
 
 
+@dataclass(slots=True)
+class _Moves:
+    """What planning a step did to sequences: let in for the first time, or put back."""
+
+    admitted: list[Sequence] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    num_preempted: int = 0
+
+
 class Scheduler:
-    """Keeps the queues and the blocks, and makes a plan of them once a step.
+    """Keeps the queue, the running sequences and the blocks, and makes a plan once a step.
 
     Planning settles where sequences live (admitted, preempted, their blocks) and changes no
     token. A sequence that must make room is computed again later: its tokens come out equal,
@@ -50,9 +84,11 @@ class Scheduler:
         self._limits = limits
         self._draft_context_limit = draft_context_limit
         self._step_id = 0
-        self.blocks = BlockManager(limits.num_blocks, limits.block_size)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self._moves = _Moves()
+        self.blocks = BlockManager(limits.num_blocks, limits.block_size, reuse=limits.prefix_cache)
+        self.shares = Shares()
+        self.waiting = WaitingQueue(self.shares)
+        self.running: list[Sequence] = []  # in the order of their admission
 
     @property
     def step_id(self) -> int:
@@ -62,7 +98,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a plan would have a turn for anyone."""
-        return bool(self.running or self.waiting)
+        return bool(self.running or len(self.waiting))
 
     @property
     def num_queued(self) -> int:
@@ -71,22 +107,40 @@ class Scheduler:
         return max(len(self.waiting) - open_places, 0)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue."""
-        self.waiting.append(sequence)
+        """Put a new sequence in the queue."""
+        self.waiting.push(sequence, self._step_id)
+        self.shares.enter(sequence.request.tenant)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and take back its blocks. No step may be using them."""
-        queue = self.running if sequence in self.running else self.waiting
-        queue.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence, self._step_id)
         self.blocks.free(sequence.seq_id)
+        self.shares.leave(sequence.request.tenant)
 
-    def schedule(self, policy: Policy) -> Plan:
-        """Plan one step. There is at least one turn while there is work."""
+    def schedule(
+        self, policy: Policy, *, urgency: Callable[[Sequence], float] = lambda _: 1.0
+    ) -> Plan:
+        """Plan one step. There is at least one turn while there is work.
+
+        `urgency` is what a token of a sequence is worth, next to one that has time.
+        """
         self._step_id += 1
-        rows = self._first_rows()
+        self._moves = _Moves()
+        for sequence in tuple(self.running):
+            self._hold_blocks(sequence)
+        self._make_way()
+        rows = dict.fromkeys((s for s in self.running if s.num_uncomputed_tokens == 1), 1)
         left = self._limits.max_num_batched_tokens - len(rows)
-        wanted = self._wanted_drafts(policy, rows)
-        left -= self._fill_prompts(rows, left - min(sum(wanted.values()), left // 2))
+        wanted = self._wanted_drafts(policy, tuple(rows), urgency)
+        prompt_rows = left - min(sum(wanted.values()), left // 2)
+        if rows:
+            prompt_rows = min(prompt_rows, self._limits.max_prompt_rows_beside_decodes)
+        left -= self._fill_prompts(rows, prompt_rows)
+        for sequence, num_rows in rows.items():
+            self.shares.charge(sequence.request.tenant, num_rows)
         sizes = self._size_drafts(wanted, left)
         turns = tuple(
             Turn(
@@ -97,42 +151,84 @@ class Scheduler:
             )
             for sequence, num_rows in rows.items()
         )
-        limits = tuple(size.limited_by for size in sizes.values() if size.limited_by)
-        return Plan(self._step_id, turns, limits)
+        return Plan(
+            self._step_id,
+            turns,
+            price=policy.price,
+            draft_limits=tuple(size.limited_by for size in sizes.values() if size.limited_by),
+            copies=tuple(self._moves.copies),
+            admitted=tuple(self._moves.admitted),
+            num_preempted=self._moves.num_preempted,
+        )
 
-    def _first_rows(self) -> dict[Sequence, int]:
-        """One row for each running sequence, after making room for its tokens."""
-        for sequence in tuple(self.running):
-            self._hold_blocks(sequence)
-        return dict.fromkeys(self.running, 1)
+    def settle(self, sequence: Sequence) -> None:
+        """Give back blocks of rejected drafts; let others use what is committed and computed."""
+        num_computed = sequence.num_computed_tokens
+        if sequence.num_uncomputed_tokens <= 1:  # a prompt under way keeps its blocks
+            self.blocks.truncate(sequence.seq_id, num_computed)
+        self.blocks.settle(
+            sequence.seq_id, sequence.token_ids, min(num_computed, len(sequence.token_ids))
+        )
 
     def _hold_blocks(self, sequence: Sequence) -> None:
-        """Have blocks for all its tokens, at the cost of the youngest, which may be itself."""
+        """Have blocks for all its tokens, at the cost of the last in rank: it may be itself."""
         while sequence in self.running:
             try:
                 self.blocks.allocate(sequence.seq_id, len(sequence.token_ids))
             except OutOfBlocks:
-                self._preempt(self.running[-1])
+                self._preempt(max(self.running, key=self._rank))
             else:
                 return
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue, to be computed again from its first token."""
+        """Back to the queue, to be computed again from the first token that is not kept."""
         self.running.remove(sequence)
         self.blocks.free(sequence.seq_id)
         sequence.num_computed_tokens = 0
-        self.waiting.appendleft(sequence)
+        self.waiting.push(sequence, self._step_id)
+        self._moves.num_preempted += 1
 
-    def _wanted_drafts(self, policy: Policy, rows: Mapping[Sequence, int]) -> dict[Sequence, int]:
-        """What policy and request ask for, for sequences with one uncomputed token."""
-        decoding = [
+    def _make_way(self) -> None:
+        """Let in whoever is first in line and more important than some that run."""
+        while (first := self.waiting.first(self._step_id)) is not None:
+            victims = self._victims(first)
+            if not victims:
+                return
+            for victim in victims:
+                self._preempt(victim)
+            admitted = self._admit(first)
+            assert admitted, "room was made, and there is none"
+
+    def _victims(self, first: Sequence) -> list[Sequence]:
+        """The fewest that make room for it, lowest rank first; empty if it needs or gets none."""
+        victims: list[Sequence] = []
+        lower = [
             sequence
-            for sequence in rows
-            if sequence.num_uncomputed_tokens == 1 and sequence.request.speculation.enabled
+            for sequence in self.running
+            if sequence.request.priority < first.request.priority
+            and level(sequence, self._step_id) < level(first, self._step_id)
         ]
-        chosen = policy.choose([sequence.seq_id for sequence in decoding], num_rows=len(rows))
+        lower.sort(key=self._rank)
+        while not self._has_room(first, without=victims):
+            if not lower:
+                return []
+            victims.append(lower.pop())
+        return victims
+
+    def _wanted_drafts(
+        self,
+        policy: Policy,
+        decoding: Collection[Sequence],
+        urgency: Callable[[Sequence], float],
+    ) -> dict[Sequence, int]:
+        """What policy and request ask for."""
+        willing = [sequence for sequence in decoding if sequence.request.speculation.enabled]
+        chosen = policy.choose(
+            [_candidate(sequence, urgency(sequence)) for sequence in willing],
+            shape_of([(sequence, 1) for sequence in decoding]),
+        )
         wanted = {}
-        for sequence in decoding:
+        for sequence in willing:
             cap = sequence.request.speculation.max_tokens
             num_chosen = chosen.get(sequence.seq_id, 0)
             num_wanted = num_chosen if cap is None else min(num_chosen, cap)
@@ -141,29 +237,60 @@ class Scheduler:
         return wanted
 
     def _fill_prompts(self, rows: dict[Sequence, int], budget: int) -> int:
-        """Lengthen the prompts under way, then admit waiting ones; how many rows it took."""
+        """Give prompts their rows, and admit whoever is next for some; how many rows it took."""
         left = budget
-        for sequence, num_rows in rows.items():
-            num_more = min(sequence.num_uncomputed_tokens - num_rows, left)
-            rows[sequence] = num_rows + num_more
-            left -= num_more
-        while left > 0 and self._admit_next():
-            sequence = self.running[-1]
+        under_way = sorted((s for s in self.running if s not in rows), key=self._rank, reverse=True)
+        first = self.waiting.first(self._step_id)
+        while left > 0:
+            if first is not None and not (
+                under_way and self._rank(under_way[-1]) < self._rank(first)
+            ):
+                sequence = first
+                if not self._admit(sequence):
+                    first = None  # nobody overtakes it
+                    continue
+                first = self.waiting.first(self._step_id)
+            elif under_way:
+                sequence = under_way.pop()
+            else:
+                break
             rows[sequence] = min(sequence.num_uncomputed_tokens, left)
             left -= rows[sequence]
         return budget - left
 
-    def _admit_next(self) -> bool:
-        """Move the head of the queue to the running ones if its place and blocks can be had."""
-        if not self.waiting or len(self.running) >= self._limits.max_num_seqs:
+    def _has_room(self, sequence: Sequence, *, without: Collection[Sequence] = ()) -> bool:
+        """Whether it could be admitted if some of the running sequences were put back."""
+        most = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        return len(self.running) - len(without) < most and self.blocks.fits(
+            sequence.token_ids,
+            salt=sequence.request.cache_salt,
+            limit=sequence.max_cached_tokens,
+            without=[other.seq_id for other in without],
+        )
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move a waiting sequence to the running ones if its place and blocks can be had."""
+        if not self._has_room(sequence):
             return False
-        sequence = self.waiting[0]
-        try:
-            self.blocks.allocate(sequence.seq_id, len(sequence.token_ids))
-        except OutOfBlocks:
-            return False
-        self.running.append(self.waiting.popleft())
+        prefix = self.blocks.admit(
+            sequence.seq_id,
+            sequence.token_ids,
+            salt=sequence.request.cache_salt,
+            limit=sequence.max_cached_tokens,
+        )
+        self.shares.serve(sequence.request.tenant)
+        self.waiting.remove(sequence, self._step_id)
+        self.running.append(sequence)
+        self._moves.copies.extend(prefix.copies)
+        sequence.num_computed_tokens = prefix.num_tokens
+        if sequence.num_cached_tokens is None:
+            num_prompt_tokens = len(sequence.request.prompt_token_ids)
+            sequence.num_cached_tokens = min(prefix.num_tokens, num_prompt_tokens)
+            self._moves.admitted.append(sequence)
         return True
+
+    def _rank(self, sequence: Sequence) -> tuple[int, int]:
+        return rank(sequence, self._step_id)
 
     def _size_drafts(
         self, wanted: Mapping[Sequence, int], budget: int
@@ -188,3 +315,14 @@ class Scheduler:
         if self._draft_context_limit is not None:
             room["draft_context"] = self._draft_context_limit - num_tokens
         return room
+
+
+def _candidate(sequence: Sequence, urgency: float) -> Candidate:
+    request = sequence.request
+    return Candidate(
+        seq_id=sequence.seq_id,
+        num_tokens=len(sequence.token_ids),
+        max_drafts=request.speculation.max_tokens,
+        priority=request.priority,
+        urgency=urgency,
+    )

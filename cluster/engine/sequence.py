@@ -13,9 +13,11 @@ Emit = Callable[[TokenDelta], None]
 
 
 class Sequence:
-    """A request under way. Only a commit adds tokens; everyone else reads.
+    """A request under way. Only a commit adds tokens and scores; everyone else reads.
 
-    `seq_id` grows with arrival, so it is also the order of age.
+    `seq_id` grows with arrival, so it is also the order of age. `arrived_at` and `deadline_at` are
+    in seconds of the monotonic clock. The scheduler notes what the sequence has waited, in steps,
+    and how many tokens of the prompt were cached when it was first admitted (None before).
     """
 
     def __init__(
@@ -26,6 +28,7 @@ class Sequence:
         emit: Emit,
         eos_token_ids: frozenset[int],
         max_model_len: int,
+        arrived_at: float = 0.0,
     ) -> None:
         stopping = request.stopping
         eos = frozenset() if stopping.ignore_eos else eos_token_ids
@@ -37,6 +40,14 @@ class Sequence:
         self.max_model_len = max_model_len
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed_tokens = 0
+        self.arrived_at = arrived_at
+        deadline = request.deadline_seconds
+        self.deadline_at = None if deadline is None else arrived_at + deadline
+        self.stepped_at: float | None = None  # when its last step ended, if its steps are traced
+        self.waits_since: int | None = None
+        self.num_waited_steps = 0
+        self.num_cached_tokens: int | None = None
+        self.prompt_logprobs: list[float] = []  # of the prompt's second token and those after it
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -56,6 +67,31 @@ class Sequence:
             return self.context_left
         return len(self.request.prompt_token_ids) + max_tokens - len(self.token_ids)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token was added here; what an earlier engine emitted does not count."""
+        num_given = len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+        return len(self.token_ids) > num_given
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens of the answer so far, those of an earlier engine included."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_scores_wanted(self) -> int:
+        """Logprobs of the prompt that are asked for; an earlier engine has delivered them all."""
+        if not self.request.prompt_logprobs or self.request.output_token_ids:
+            return 0
+        return len(self.request.prompt_token_ids) - 1
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most tokens that need not be computed: not the last one, and none to be scored."""
+        if len(self.prompt_logprobs) < self.num_scores_wanted:
+            return len(self.prompt_logprobs)
+        return len(self.token_ids) - 1
+
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ends with its last token, or None if it goes on.
 
@@ -68,6 +104,11 @@ class Sequence:
         if self.max_tokens_left <= 0 or self.context_left <= 0:
             return FinishReason.LENGTH
         return None
+
+    def add_scores(self, scores: tuple[float, ...]) -> None:
+        """Take in logprobs of the tokens after the next uncomputed ones; known ones are skipped."""
+        num_known = len(self.prompt_logprobs) - self.num_computed_tokens
+        self.prompt_logprobs.extend(scores[num_known:])
 
     def extend(self, token_ids: tuple[int, ...]) -> int:
         """Add tokens in order until one of them ends the sequence; how many were added."""
@@ -87,6 +128,14 @@ def _sampling_spec(request: Request, stop_token_ids: frozenset[int]) -> Sampling
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_token_ids=sampling.banned_token_ids,
+        banned_sequences=sampling.banned_sequences,
         suppressed_token_ids=tuple(sorted(stop_token_ids)) if min_tokens else (),
         suppressed_before=len(request.prompt_token_ids) + min_tokens if min_tokens else 0,
+        num_prompt_tokens=len(request.prompt_token_ids),
     )

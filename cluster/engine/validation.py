@@ -1,13 +1,19 @@
 """What the engine refuses before it takes a request: anything that could harm the others."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cluster.engine.limits import EngineLimits
 from cluster.errors import ContextExceeded, InvalidRequest
 from cluster.request import Request, SamplingParams, StoppingParams
 
 MAX_SEED = 2**64 - 1
+MAX_TOP_LOGPROBS = 20
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_BIASES = 1024
+MAX_BANNED_SEQUENCES = 256
+MAX_BANNED_LENGTH = 64
 
 
 def validate(request: Request, limits: EngineLimits) -> None:
@@ -27,7 +33,15 @@ def validate(request: Request, limits: EngineLimits) -> None:
         f"{num_tokens} tokens with the prompt are over the context of {limits.max_model_len}",
     )
     _check_sampling(request.sampling)
+    _check_penalties(request.sampling)
+    _check_token_choice(request.sampling, limits)
     _check_stopping(request.stopping, limits)
+    top_logprobs = request.top_logprobs
+    _require(
+        0 <= top_logprobs <= MAX_TOP_LOGPROBS,
+        "top_logprobs",
+        f"{top_logprobs} is not in 0..{MAX_TOP_LOGPROBS}",
+    )
     cap = request.speculation.max_tokens
     _require(cap is None or cap >= 0, "speculation.max_tokens", f"{cap} is below 0")
 
@@ -43,6 +57,63 @@ def _check_sampling(sampling: SamplingParams) -> None:
     _require(sampling.top_k >= 0, "sampling.top_k", f"{sampling.top_k} is below 0")
     _require(0 < sampling.top_p <= 1, "sampling.top_p", f"{sampling.top_p} is not in (0, 1]")
     _require(0 <= sampling.min_p <= 1, "sampling.min_p", f"{sampling.min_p} is not in [0, 1]")
+
+
+def _check_penalties(sampling: SamplingParams) -> None:
+    penalty = sampling.repetition_penalty
+    _require(
+        math.isfinite(penalty) and penalty > 0,
+        "sampling.repetition_penalty",
+        f"{penalty} is not a finite number above 0",
+    )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(sampling, name)
+        _require(
+            -MAX_PENALTY <= value <= MAX_PENALTY,
+            f"sampling.{name}",
+            f"{value} is not in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]",
+        )
+
+
+def _check_token_choice(sampling: SamplingParams, limits: EngineLimits) -> None:
+    """What is said of single tokens: ids that exist, in numbers that a step can bear."""
+    biased = [token_id for token_id, _ in sampling.logit_bias]
+    _check_ids("sampling.logit_bias", biased, limits, at_most=MAX_BIASES)
+    for token_id, bias in sampling.logit_bias:
+        _require(
+            -MAX_BIAS <= bias <= MAX_BIAS,
+            "sampling.logit_bias",
+            f"{bias} for token id {token_id} is not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]",
+        )
+    banned = sampling.banned_token_ids
+    _check_ids("sampling.banned_token_ids", banned, limits, at_most=limits.vocab_size)
+    if (allowed := sampling.allowed_token_ids) is not None:
+        _check_ids("sampling.allowed_token_ids", allowed, limits, at_most=limits.vocab_size)
+        _require(
+            bool(set(allowed) - set(banned)),
+            "sampling.allowed_token_ids",
+            "has no token that is not banned" if allowed else "is empty",
+        )
+    sequences = sampling.banned_sequences
+    _require(
+        len(sequences) <= MAX_BANNED_SEQUENCES,
+        "sampling.banned_sequences",
+        f"{len(sequences)} are more than {MAX_BANNED_SEQUENCES}",
+    )
+    for sequence in sequences:
+        _require(
+            2 <= len(sequence) <= MAX_BANNED_LENGTH,  # noqa: PLR2004 - one token is a banned id
+            "sampling.banned_sequences",
+            f"one has {len(sequence)} tokens, not 2..{MAX_BANNED_LENGTH}",
+        )
+        _check_vocabulary("sampling.banned_sequences", sequence, limits)
+
+
+def _check_ids(field: str, token_ids: Sequence[int], limits: EngineLimits, *, at_most: int) -> None:
+    """Ids of the vocabulary, none of them twice."""
+    _require(len(token_ids) <= at_most, field, f"{len(token_ids)} ids are more than {at_most}")
+    _check_vocabulary(field, token_ids, limits)
+    _require(len(set(token_ids)) == len(token_ids), field, "has a token id twice")
 
 
 def _check_stopping(stopping: StoppingParams, limits: EngineLimits) -> None:

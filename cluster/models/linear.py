@@ -1,8 +1,8 @@
 """Linear layers, one kind for each (device, dtype), whose rows do not know of one another.
 
 Plain `F.linear` on a CPU rounds a row differently from row count to row count, and eight rows
-cost twice one. A library that multiplies by weights it laid out once does neither: MKL where
-torch has it, which also has the least to do in a call, else oneDNN.
+cost twice one. Compiled kernels do neither. Where there are none, a library that multiplies by
+weights it laid out once serves: MKL where torch has it, else oneDNN.
 """
 
 import warnings
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cluster.errors import ConfigurationError
+from cluster.models import compiled
 
 ROWS_HINT = 8  # the row count oneDNN lays weights out for; with 1, one row rounds differently
 PACK_HINT = 64  # the row count MKL packs for; with fewer, more than eight rows take longer
@@ -108,8 +109,7 @@ class RowwiseInt8Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        scales = weight.abs().amax(dim=1).clamp_min(SMALLEST) / INT8_LEVELS
-        levels = torch.round(weight / scales[:, None]).to(torch.int8)
+        levels, scales = rowwise_int8(weight)
         with warnings.catch_warnings():
             # The prepacked form takes a quantised tensor, and making one is announced to go away.
             warnings.filterwarnings("ignore", message=".*deprecated", category=UserWarning)
@@ -134,11 +134,39 @@ class RowwiseInt8Linear:
         return self(rows).add_(residual)
 
 
+def rowwise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight `[out, in]` as int8 levels of the same shape, and what a level is worth, `[out]`."""
+    scales = weight.abs().amax(dim=1).clamp_min(SMALLEST) / INT8_LEVELS
+    return torch.round(weight / scales[:, None]).to(torch.int8), scales
+
+
+def at_least_two(rows: Tensor) -> Tensor:
+    """The rows, or the only one twice."""
+    return torch.cat([rows, rows]) if len(rows) == 1 else rows
+
+
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
+
+def float32_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """The fastest of float32 on this CPU."""
+    if compiled.is_available():
+        return compiled.CompiledLinear(weight, bias)
+    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return PackedLinear(weight, bias)
+    return ReorderedLinear(weight, bias)
+
+
+def int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """The fastest of int8 on this CPU."""
+    if compiled.is_available():
+        return compiled.CompiledInt8Linear(*rowwise_int8(weight), bias)
+    return RowwiseInt8Linear(weight, bias)
+
+
 LINEARS: dict[tuple[str, str], MakeLinear] = {
-    ("cpu", "float32"): PackedLinear if torch.backends.mkl.is_available() else ReorderedLinear,  # type: ignore[no-untyped-call]
-    ("cpu", "int8"): RowwiseInt8Linear,
+    ("cpu", "float32"): float32_linear,
+    ("cpu", "int8"): int8_linear,
     ("cpu", "bfloat16"): PlainLinear,
     ("cpu", "float16"): PlainLinear,
     ("cuda", "float32"): PlainLinear,

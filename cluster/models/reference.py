@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +38,16 @@ class GenerationDefaults:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
-def resolve(ref: str) -> Path:
+def resolve(ref: str, *, more_files: Sequence[str] = ()) -> Path:
     """The folder of a built-in alias, a local folder, a GGUF file or a Hugging Face id.
 
-    A GGUF file is converted to float32 safetensors once, into ~/.cache/drafthouse; any number
-    of processes may ask at the same time. Raises ConfigurationError.
+    Of the last, `more_files` (patterns) are fetched beside what a model is made of. A GGUF file
+    is converted to float32 safetensors once, into ~/.cache/drafthouse; any number of processes may
+    ask at the same time. Raises ConfigurationError.
     """
     if ref in BUILTIN_PACKAGES:
         return _converted(_packaged_gguf(BUILTIN_PACKAGES[ref]))
@@ -57,18 +60,20 @@ def resolve(ref: str) -> Path:
         if not path.is_file():
             raise ConfigurationError(f"model {ref!r}: no such file")
         return _converted(path)
-    return _downloaded(ref)
+    if ref.startswith(("/", "./", "../", "~")):
+        raise ConfigurationError(f"model {ref!r}: no such folder")
+    return _downloaded(ref, (*SNAPSHOT_FILES, *more_files))
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
     """Read generation_config.json, then config.json for the EOS ids it does not name."""
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_json(folder / "generation_config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
-        eos = _read_json(folder / "config.json").get("eos_token_id")
+        eos = read_json(folder / "config.json").get("eos_token_id")
     named = {
         field: generation[field]
-        for field in ("temperature", "top_k", "top_p")
+        for field in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         if generation.get(field) is not None
     }
     return GenerationDefaults(
@@ -76,13 +81,14 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, empty where there is no file."""
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _downloaded(ref: str) -> Path:
+def _downloaded(ref: str, patterns: Sequence[str]) -> Path:
     try:
-        return Path(snapshot_download(ref, allow_patterns=list(SNAPSHOT_FILES)))
+        return Path(snapshot_download(ref, allow_patterns=list(patterns)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         aliases = ", ".join(BUILTIN_PACKAGES)
         raise ConfigurationError(

@@ -27,11 +27,10 @@ def rotary_table(spec: ModelSpec, num_positions: int) -> Tensor:
 def rotate(heads: Tensor, factors: Tensor) -> Tensor:
     """Rotate `[num_tokens, heads, head_dim]` by `[num_tokens, heads, head_dim / 2]` factors.
 
-    The product is in float32 whatever the heads' dtype.
+    The product is in float32 whatever the heads' dtype; heads of float32 are rotated in place.
     """
-    pairs = torch.view_as_complex(heads.float().view(*heads.shape[:-1], -1, 2))
-    rotated: Tensor = torch.view_as_real(pairs * factors)
-    return rotated.flatten(-2).to(heads.dtype)
+    pairs = heads.float().view(torch.complex64)
+    return pairs.mul_(factors).view(torch.float32).to(heads.dtype)
 
 
 def pair_up(weight: Tensor, head_dim: int) -> Tensor:

@@ -73,11 +73,27 @@ def load_spec(folder: Path) -> ModelSpec:
     """
     try:
         raw, _ = PreTrainedConfig.get_config_dict(folder)
-        if raw.get("model_type") not in FAMILIES:
-            raise UnsupportedArchitecture(str(raw.get("model_type")), tuple(FAMILIES))
-        config = AutoConfig.from_pretrained(folder)
+        _check_family(raw)
+        return _spec_of(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"model {str(folder)!r}: {error}") from error
+
+
+def spec_from(fields: Mapping[str, Any], *, where: str) -> ModelSpec:
+    """The same of a config's fields that are in no config.json of their own, but in `where`."""
+    try:
+        _check_family(fields)
+        return _spec_of(AutoConfig.for_model(**fields))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _check_family(fields: Mapping[str, Any]) -> None:
+    if fields.get("model_type") not in FAMILIES:
+        raise UnsupportedArchitecture(str(fields.get("model_type")), tuple(FAMILIES))
+
+
+def _spec_of(config: PreTrainedConfig) -> ModelSpec:
     family = FAMILIES[config.model_type]
     _refuse_other_arithmetic(config)
     linear_factor, scaling = _rope(config.rope_parameters)

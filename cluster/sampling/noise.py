@@ -19,6 +19,10 @@ class Stream(IntEnum):
     TOKEN = 0  # one number per individually weighed token
     REST = 1  # one number for all other tokens together
     WITHIN_REST = 2  # one number per token, to choose among those others
+    DRAFT = 3  # one number, for a drafter that draws from its own distribution
+    ACCEPTANCE = 4  # one number, to keep a draft or not
+    RESIDUAL = 5  # one number, for the token in place of a rejected draft
+    BONUS = 6  # one number, for the token after drafts that were all kept
 
 
 def row_keys(
@@ -50,6 +54,14 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform(keys, token_ids)))
 
 
+def number(seed: int, position: int, stream: Stream) -> float:
+    """The uniform number of token id 0, for a stream that has one a position; no tensors."""
+    word = _mixed(seed + _GOLDEN)
+    word = _mixed((word ^ position) + _GOLDEN)
+    word = _mixed(_mixed((word ^ stream) + _GOLDEN))
+    return ((word >> 12) + 0.5) * 2.0**-52
+
+
 def _signed(value: int) -> int:
     """The int64 with the bits of `value` modulo 2**64."""
     return (value + 2**63) % 2**64 - 2**63
@@ -58,6 +70,7 @@ def _signed(value: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = _signed(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR = _signed(0x94D049BB133111EB)
+_ALL_BITS = 2**64 - 1
 
 
 def _mix(words: Tensor) -> Tensor:
@@ -65,6 +78,14 @@ def _mix(words: Tensor) -> Tensor:
     words = (words ^ _shifted(words, 30)) * _FIRST_FACTOR
     words = (words ^ _shifted(words, 27)) * _SECOND_FACTOR
     return words ^ _shifted(words, 31)
+
+
+def _mixed(word: int) -> int:
+    """The same of one word, any int, as an unsigned one."""
+    word &= _ALL_BITS
+    word = ((word ^ (word >> 30)) * _FIRST_FACTOR) & _ALL_BITS
+    word = ((word ^ (word >> 27)) * _SECOND_FACTOR) & _ALL_BITS
+    return word ^ (word >> 31)
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:

@@ -1,141 +1,174 @@
-"""From logits to the distribution a token is drawn from, each row by its own spec.
+"""What a spec does to a row's logits before the temperature, each row by its own.
 
-The order is fixed: suppressed ids, temperature, top-k, top-p, min-p. Tokens are ranked by falling
-logit, equal ones by rising id, and every filter keeps a prefix of that ranking:
+The order is fixed: `logit_bias`, then penalties (`penalties`), then everything that forbids: what a
+grammar does not allow, what is not among the allowed ids, banned ids, what would complete a banned
+sequence, and the ids that `min_tokens` holds back. Then follow temperature, top-k, top-p and min-p
+(`filters`), and the draw (`draw`).
 
-- top-k keeps the first k;
-- top-p keeps the shortest prefix whose share of what top-k kept reaches p;
-- min-p keeps what is at least min_p times as probable as the first.
-
-So all three together keep the shortest of their prefixes, and never less than one token.
-
-A row's result never depends on the other rows. On CPU a sum or logsumexp over one long row is
-split over threads while over several rows it is not, so neither is used here: log_softmax, topk,
-sort, cumsum and the elementwise operations treat each row alone.
+Every entry is computed by itself, so a row's result never depends on the other rows.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.messages import SamplingSpec
+from cluster.sampling.penalties import penalize
+
+T = TypeVar("T")
+Histories = Sequence[Sequence[int]]
 
 
-def suppress(logits: Tensor, specs: Sequence[SamplingSpec], positions: Sequence[int]) -> Tensor:
-    """Logits with -inf where a token cannot be drawn; the same tensor when there is no such."""
-    rows: list[int] = []
-    token_ids: list[int] = []
-    for row, (spec, position) in enumerate(zip(specs, positions, strict=True)):
-        if position < spec.suppressed_before:
-            rows.extend([row] * len(spec.suppressed_token_ids))
-            token_ids.extend(spec.suppressed_token_ids)
-    if not rows:
+def processed(
+    logits: Tensor,
+    specs: Sequence[SamplingSpec],
+    positions: Sequence[int],
+    *,
+    histories: Histories | None = None,
+    masks: Tensor | None = None,
+) -> Tensor:
+    """Logits `[rows, vocab]` after all that comes before the temperature, -inf where forbidden.
+
+    `positions` are absolute: where in the sequence the drawn token will stand. `histories[row]`
+    are all token ids before it, needed where the spec `needs_history`. `masks` is bool
+    `[rows, vocab]`, True where a grammar allows. Ids beyond the vocabulary are without effect, so
+    a model of fewer tokens can take the specs of another.
+
+    The input is left alone, and returned itself when there is nothing to do. Raises ValueError
+    when a history is missing.
+    """
+    groups = [rows for rows in _groups(specs) if _changes(specs[rows[0]], _part(positions, rows))]
+    if not groups and masks is None:
         return logits
-    suppressed = logits.clone()
-    suppressed[
-        torch.tensor(rows, device=logits.device), torch.tensor(token_ids, device=logits.device)
-    ] = -torch.inf
-    return suppressed
+    logits = logits.clone()
+    for rows in groups:
+        spec, own = specs[rows[0]], logits[rows.start : rows.stop]
+        _bias(own, spec)
+        if spec.needs_history:
+            if histories is None:
+                raise ValueError("a spec that looks back needs histories")
+            penalize(own, spec, _part(histories, rows))
+            _forbid_completions(own, spec, _part(histories, rows))
+        _forbid(own, spec, _part(positions, rows))
+    return logits if masks is None else logits.masked_fill_(~masks, -torch.inf)
 
 
-def tempered(logits: Tensor, specs: Sequence[SamplingSpec]) -> Tensor:
-    """Natural log-probabilities at each row's temperature, which is over 0: `[rows, vocab]`.
+def drawable(
+    logits: Tensor, specs: Sequence[SamplingSpec], masks: Tensor | None = None
+) -> list[bool]:
+    """Whether each row of processed logits has any token left to draw.
 
-    The best logit is taken off first, so that no temperature however small can overflow.
+    Rows from which nothing can have been taken are not looked at.
     """
-    smallest = torch.finfo(logits.dtype).tiny
-    temperatures = torch.tensor(
-        [max(spec.temperature, smallest) for spec in specs],
-        dtype=logits.dtype,
-        device=logits.device,
+    found = [True] * len(specs)
+    rows = [row for row, spec in enumerate(specs) if masks is not None or _forbids(spec)]
+    if rows:
+        best = logits[rows].amax(-1).tolist()
+        for row, value in zip(rows, best, strict=True):
+            found[row] = value > -torch.inf
+    return found
+
+
+def _groups(specs: Sequence[SamplingSpec]) -> list[range]:
+    """Neighbouring rows of one and the same spec, mostly those of one sequence."""
+    starts = [row for row, spec in enumerate(specs) if row == 0 or spec is not specs[row - 1]]
+    return [range(*ends) for ends in pairwise([*starts, len(specs)])]
+
+
+def _part(values: Sequence[T], rows: range) -> Sequence[T]:
+    return values[rows.start : rows.stop]
+
+
+def _changes(spec: SamplingSpec, positions: Sequence[int]) -> bool:
+    """Whether any logit of the rows may change. Cheap, since it is asked of every sequence."""
+    return bool(
+        spec.logit_bias
+        or spec.needs_history
+        or spec.allowed_token_ids is not None
+        or spec.banned_token_ids
+        or (spec.suppressed_before and min(positions) < spec.suppressed_before)
     )
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures.unsqueeze(-1)
-    return scaled.log_softmax(-1)
 
 
-def rank(logits: Tensor, depth: int) -> Tensor:
-    """The ids of the `depth` best tokens of each row, equal ones by rising id: `[rows, depth]`.
-
-    Logits, not log-probs: rounding can make two log-probs equal whose logits are not.
-    """
-    if depth >= logits.shape[-1]:
-        return logits.sort(dim=-1, descending=True, stable=True).indices
-    values, token_ids = logits.topk(depth + 1, dim=-1)
-    cut_through_a_tie = values[:, depth - 1] == values[:, depth]
-    token_ids = token_ids[:, :depth]
-    for row in cut_through_a_tie.nonzero().flatten().tolist():
-        token_ids[row] = _best_ids(logits[row], values[row, depth], depth)
-    token_ids = token_ids.sort(dim=-1).values
-    order = logits.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True).indices
-    return token_ids.gather(-1, order)
+def _forbids(spec: SamplingSpec) -> bool:
+    return bool(
+        spec.allowed_token_ids is not None
+        or spec.banned_token_ids
+        or spec.banned_sequences
+        or spec.suppressed_before
+    )
 
 
-def kept_sizes(
-    log_probs: Tensor, specs: Sequence[SamplingSpec], vocab_size: int
-) -> list[int | None]:
-    """How many ranks of each row its filters keep; None where it takes more ranks to say.
-
-    `log_probs` are the tempered ones of the best tokens, best first: `[rows, depth]`.
-    """
-    sizes, undecided = _sizes(log_probs, specs, vocab_size)
-    return [
-        None if unknown else int(size)
-        for unknown, size in zip(undecided.tolist(), sizes.tolist(), strict=True)
-    ]
+def _bias(logits: Tensor, spec: SamplingSpec) -> None:
+    """Add the biases, in place: `[rows, vocab]` of one spec."""
+    if spec.logit_bias:
+        token_ids, values = _known_biases(spec.logit_bias, logits.shape[-1], logits.device)
+        places = token_ids.expand(len(logits), -1)
+        logits.scatter_add_(1, places, values.to(logits.dtype).expand(len(logits), -1))
 
 
-def kept_mask(logits: Tensor, log_probs: Tensor, spec: SamplingSpec) -> Tensor:
-    """What the filters keep of one whole row, `[vocab]`, however deep they reach."""
-    ordered = _falling(log_probs).unsqueeze(
-        0
-    )  # falls as the logits do: each step to it is monotone
-    size = int(_sizes(ordered, [spec], len(logits))[0])
-    threshold = _falling(logits)[size - 1]
-    kept = logits >= threshold
-    if surplus := int(kept.sum()) - size:
-        level = (logits == threshold).nonzero().flatten()
-        kept[level[-surplus:]] = False
-    return kept
+def _forbid(logits: Tensor, spec: SamplingSpec, positions: Sequence[int]) -> None:
+    """Leave only allowed ids, without those banned or held back, in place."""
+    size, device = logits.shape[-1], logits.device
+    if spec.allowed_token_ids is not None:
+        logits.masked_fill_(_all_but(spec.allowed_token_ids, size, device), -torch.inf)
+    if spec.banned_token_ids:
+        banned = _known_ids(spec.banned_token_ids, size, device)
+        logits.scatter_(1, banned.expand(len(logits), -1), -torch.inf)
+    held = [row for row, position in enumerate(positions) if position < spec.suppressed_before]
+    if held:
+        suppressed = _known_ids(spec.suppressed_token_ids, size, device)
+        rows = torch.tensor(held, device=device).unsqueeze(-1)
+        logits[rows, suppressed] = -torch.inf
 
 
-def _sizes(
-    log_probs: Tensor, specs: Sequence[SamplingSpec], vocab_size: int
+def _forbid_completions(logits: Tensor, spec: SamplingSpec, histories: Histories) -> None:
+    """Forbid the last token of every banned sequence whose other tokens a history ends with."""
+    for row, history in enumerate(histories):
+        last = [
+            sequence[-1]
+            for sequence in spec.banned_sequences
+            if _ends_with(history, sequence[:-1]) and sequence[-1] < logits.shape[-1]
+        ]
+        if last:
+            logits[row, torch.tensor(last, device=logits.device)] = -torch.inf
+
+
+def _ends_with(history: Sequence[int], token_ids: tuple[int, ...]) -> bool:
+    if len(token_ids) > len(history) or history[-1] != token_ids[-1]:
+        return False
+    return tuple(history[len(history) - len(token_ids) :]) == token_ids
+
+
+# A sequence asks for the same at every step, so what is made of its ids is kept for a while.
+
+
+@lru_cache(maxsize=64)
+def _known_ids(token_ids: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """The ids below `size`."""
+    known = [token_id for token_id in token_ids if token_id < size]
+    return torch.tensor(known, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _all_but(token_ids: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """True for the ids below `size` that are none of these: bool `[size]`."""
+    others = torch.ones(size, dtype=torch.bool, device=device)
+    others[_known_ids(token_ids, size, device)] = False
+    return others
+
+
+@lru_cache(maxsize=64)
+def _known_biases(
+    biases: tuple[tuple[int, float], ...], size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Kept ranks of each row, and whether more than the ranks given could change that number."""
-    log_probs = log_probs.double()
-    depth, device = log_probs.shape[-1], log_probs.device
-    top_k = torch.tensor([spec.top_k or vocab_size for spec in specs], device=device)
-    top_k = top_k.clamp(max=vocab_size)
-    top_p = torch.tensor([spec.top_p for spec in specs], dtype=torch.float64, device=device)
-    min_p = torch.tensor([spec.min_p for spec in specs], dtype=torch.float64, device=device)
-
-    mass = log_probs.exp().cumsum(-1)
-    mass_of_top_k = mass.gather(-1, (top_k.clamp(max=depth) - 1).unsqueeze(-1)).squeeze(-1)
-    total = torch.where(top_k < vocab_size, mass_of_top_k, 1.0)
-    below = torch.searchsorted(mass, (top_p * total).unsqueeze(-1)).squeeze(-1)
-    in_top_p = torch.where(top_p < 1, below + 1, vocab_size)
-    least = log_probs[:, :1] + min_p.log().unsqueeze(-1)
-    at_least = torch.searchsorted(-log_probs, -least, right=True).squeeze(-1)
-    in_min_p = torch.where(min_p > 0, at_least, vocab_size)
-    sizes = torch.minimum(torch.minimum(in_top_p, in_min_p), top_k)
-
-    total_unknown = (top_p < 1) & (top_k > depth) & (top_k < vocab_size)
-    may_keep_more = ((top_p < 1) & (in_top_p > depth)) | ((min_p > 0) & (in_min_p == depth))
-    undecided = total_unknown | (may_keep_more & (sizes >= depth) & (top_k > depth))
-    return sizes, undecided & (depth < vocab_size)
-
-
-def _best_ids(logits: Tensor, threshold: Tensor, count: int) -> Tensor:
-    """The ids of one row's `count` best tokens, given the last one's logit."""
-    above = (logits > threshold).nonzero().flatten()
-    level = (logits == threshold).nonzero().flatten()
-    return torch.cat([above, level[: count - len(above)]])
-
-
-def _falling(values: Tensor) -> Tensor:
-    """The values in falling order. On a CPU NumPy sorts them many times faster than torch."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.sort(values.numpy())).flip(0)
-    return values.sort(descending=True).values
+    """The ids below `size`, and what is added to their logits."""
+    known = [pair for pair in biases if pair[0] < size]
+    return (
+        torch.tensor([token_id for token_id, _ in known], dtype=torch.int64, device=device),
+        torch.tensor([value for _, value in known], dtype=torch.float64, device=device),
+    )

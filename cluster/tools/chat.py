@@ -10,10 +10,11 @@ import grpc
 from rich.console import Console
 
 from cluster.errors import DrafthouseError, Unavailable
+from cluster.request import Grammar
+from cluster.tools.connection import Access, connected
 from protos import inference_pb2, inference_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-CONNECT_SECONDS = 10.0
 ACCEPTED_STYLE = "cyan"
 
 Ask = Callable[[Iterable[int]], str]
@@ -26,6 +27,7 @@ class AnswerOptions:
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(slots=True)
@@ -42,9 +44,13 @@ class Origins:
     ends: list[tuple[int, bool]] = field(default_factory=list)  # (end in characters, accepted)
 
     def split(self, chunk: inference_pb2.GenerateChunk) -> Iterator[tuple[str, bool]]:
-        """The chunk's text in runs of one origin: (text, whether they were accepted drafts)."""
-        self._note(chunk.token_ids[: chunk.num_accepted], accepted=True)
-        self._note(chunk.token_ids[chunk.num_accepted :], accepted=False)
+        """The chunk's text in runs of one origin: (text, whether they were accepted drafts).
+
+        Of several steps in one chunk nobody knows which tokens were; none counts as a draft then.
+        """
+        num_accepted = chunk.num_accepted if chunk.num_steps == 1 else 0
+        self._note(chunk.token_ids[:num_accepted], accepted=True)
+        self._note(chunk.token_ids[num_accepted:], accepted=False)
         text = chunk.text
         while text:
             while self.ends and self.ends[0][0] <= self.num_shown:
@@ -64,7 +70,13 @@ class Origins:
 class Conversation:
     """Asks one server, and remembers what was said."""
 
-    def __init__(self, channel: grpc.Channel, options: AnswerOptions) -> None:
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        options: AnswerOptions,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self._metadata = metadata
         self._stub = inference_pb2_grpc.InferenceStub(channel)
         self._options = options
         self._turns: list[inference_pb2.Message] = []
@@ -79,7 +91,7 @@ class Conversation:
         turns = [*self._turns, inference_pb2.Message(role="user", content=prompt)]
         chunks = []
         with _translated():
-            call = self._stub.GenerateStream(self._request(turns))
+            call = self._stub.GenerateStream(self._request(turns), metadata=self._metadata)
             try:
                 for chunk in call:
                     chunks.append(chunk)
@@ -94,7 +106,7 @@ class Conversation:
         """The text of token ids. Raises DrafthouseError."""
         with _translated():
             request = inference_pb2.DetokenizeRequest(token_ids=token_ids)
-            text: str = self._stub.Detokenize(request).text
+            text: str = self._stub.Detokenize(request, metadata=self._metadata).text
             return text
 
     def _request(self, turns: list[inference_pb2.Message]) -> inference_pb2.GenerateRequest:
@@ -103,11 +115,16 @@ class Conversation:
             messages=turns,
             sampling={"temperature": options.temperature, "seed": options.seed},
             stopping={"max_tokens": options.max_tokens},
+            grammar=_wire_grammar(options.grammar),
         )
 
 
+def _wire_grammar(grammar: Grammar | None) -> inference_pb2.Grammar | None:
+    return None if grammar is None else inference_pb2.Grammar(**{grammar.kind: grammar.source})
+
+
 def as_json(chunks: Iterable[inference_pb2.GenerateChunk]) -> dict[str, Any]:
-    """A streamed answer as one object, with the account that its last message gives."""
+    """A single streamed answer as one object, with the account that its last message gives."""
     chunks = list(chunks)
     last = chunks[-1]
     reason = inference_pb2.FinishReason.Name(last.finish_reason)
@@ -119,6 +136,7 @@ def as_json(chunks: Iterable[inference_pb2.GenerateChunk]) -> dict[str, Any]:
             "prompt_tokens": last.usage.prompt_tokens,
             "completion_tokens": last.usage.completion_tokens,
             "total_tokens": last.usage.total_tokens,
+            "cached_tokens": last.usage.cached_tokens,
         },
         "seed": last.seed,
         "speculation": {
@@ -136,17 +154,20 @@ def chat(
     json_output: bool = False,
     show_drafts: bool = True,
     options: AnswerOptions | None = None,
+    access: Access | None = None,
     console: Console | None = None,
 ) -> None:
     """Answer `once`, or every line that is typed until the input ends.
 
     `json_output` prints one JSON object per answer instead of its text. `show_drafts` gives
     accepted draft tokens a colour of their own, on a terminal that has colours. Ctrl-C ends the
-    answer under way. Raises Unavailable when no server answers, and DrafthouseError.
+    answer under way; so does an error, after which a person at a terminal may go on. Raises
+    Unavailable when no server answers, and DrafthouseError.
     """
     console = console or Console(highlight=False)
-    with _connected(address) as channel:
-        conversation = Conversation(channel, options or AnswerOptions())
+    access = access or Access()
+    with connected(address, access) as channel:
+        conversation = Conversation(channel, options or AnswerOptions(), access.metadata)
         show = _json_turn if json_output else _text_turn
         coloured = show_drafts and console.color_system is not None
         if once is not None:
@@ -157,6 +178,10 @@ def chat(
                 show(conversation, prompt, console, coloured=coloured)
             except KeyboardInterrupt:
                 console.print("[dim](ended)[/dim]")
+            except DrafthouseError as error:
+                if not console.is_terminal:
+                    raise
+                console.print(f"({error})", style="dim", markup=False)
 
 
 def _json_turn(
@@ -182,7 +207,11 @@ def _text_turn(
             style = ACCEPTED_STYLE if accepted else None
             console.out(text, end="", style=style, highlight=False)
 
-    answer = conversation.ask(prompt, on_chunk)
+    try:
+        answer = conversation.ask(prompt, on_chunk)
+    except DrafthouseError:
+        console.print()  # the answer so far is a line of its own
+        raise
     console.print()
     if console.is_terminal:
         usage, speculation = answer["usage"], answer["speculation"]
@@ -203,18 +232,6 @@ def _typed(console: Console) -> Iterator[str]:
             return
         if line.strip():
             yield line
-
-
-@contextmanager
-def _connected(address: str) -> Iterator[grpc.Channel]:
-    """A channel that has reached the server. Raises Unavailable."""
-    with grpc.insecure_channel(address) as channel:
-        ready = grpc.channel_ready_future(channel)
-        try:
-            ready.result(timeout=CONNECT_SECONDS)
-        except grpc.FutureTimeoutError:
-            raise Unavailable(f"no server answers at {address}") from None
-        yield channel
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from cluster.config import DrafthouseConfig
+from cluster.grammar.compiler import check_grammar
 from cluster.local import LocalEngine, build_engine, in_passing_thread
 from cluster.models.reference import load_generation_defaults, resolve
-from cluster.request import Request, SamplingParams, StoppingParams
+from cluster.request import Grammar, Request, SamplingParams, StoppingParams
 from cluster.text.answer import Answer
 from cluster.text.stream import TextDelta, TextStream, stream_text
 from cluster.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
@@ -27,6 +28,7 @@ class Prompt:
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
+    grammar: Grammar | None = None
 
 
 async def generate(
@@ -35,6 +37,8 @@ async def generate(
     """The whole answer; `show` gets each piece as it comes. Raises DrafthouseError."""
     folder = resolve(config.target.model)
     tokenizer = load_tokenizer(folder)
+    if prompt.grammar is not None:
+        check_grammar(prompt.grammar, tokenizer)
     request = _request(config, prompt, tokenizer)
     answer = Answer(num_prompt_tokens=len(request.prompt_token_ids), seed=request.sampling.seed)
     async with running_engine(config) as local:
@@ -71,6 +75,9 @@ def _request(config: DrafthouseConfig, prompt: Prompt, tokenizer: Tokenizer) -> 
             ),
             top_k=defaults.top_k,
             top_p=defaults.top_p,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
         ),
         stopping=StoppingParams(max_tokens=prompt.max_tokens),
+        grammar=prompt.grammar,
     )

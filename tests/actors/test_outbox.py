@@ -17,18 +17,17 @@ def delta(
         request_id=request_id,
         token_ids=token_ids,
         logprobs=tuple(-float(token_id) for token_id in token_ids),
+        top_logprobs=tuple(((token_id, -1.0),) for token_id in token_ids),
+        prompt_logprobs=tuple(float(token_id) for token_id in token_ids),
+        num_cached_tokens=len(token_ids),
         num_drafted=len(token_ids),
         num_accepted=len(token_ids) // 2,
         finish_reason=finish_reason,
     )
 
 
-ACTIONS = st.lists(
-    st.one_of(
-        st.none(), st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 9), max_size=4))
-    ),
-    max_size=40,
-)
+PUTS = st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 9), max_size=4))
+ACTIONS = st.lists(st.one_of(PUTS, PUTS, PUTS, st.none()), max_size=40)  # None is a take
 
 
 @given(ACTIONS)
@@ -38,7 +37,7 @@ def test_however_slow_the_gateway_every_token_arrives_once_and_in_order(
     """Joining deltas loses, doubles and reorders nothing, and sums their counts."""
 
     async def run() -> list[TokenDelta]:
-        outbox = Outbox()
+        outbox = Outbox(max_waiting=1)
         taken: list[TokenDelta] = []
         for action in [*actions, None]:
             if action is None:
@@ -48,14 +47,17 @@ def test_however_slow_the_gateway_every_token_arrives_once_and_in_order(
         return taken
 
     taken = asyncio.run(run())
-    for request_id in "abc":
+    for request_id in "ab":
         put = [delta(name, *ids) for name, ids in filter(None, actions) if name == request_id]
         got = [item for item in taken if item.request_id == request_id]
-        for field in ("token_ids", "logprobs"):
+        for field in ("token_ids", "logprobs", "top_logprobs", "prompt_logprobs"):
             assert sum((getattr(item, field) for item in got), ()) == sum(
                 (getattr(item, field) for item in put), ()
             )
-        for field in ("num_drafted", "num_accepted"):
+        assert sum(item.num_steps for item in got if item.token_ids) == sum(
+            1 for item in put if item.token_ids
+        )
+        for field in ("num_drafted", "num_accepted", "num_cached_tokens"):
             assert sum(getattr(item, field) for item in got) == sum(
                 getattr(item, field) for item in put
             )

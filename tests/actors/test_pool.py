@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -150,6 +151,25 @@ async def test_x72_an_engine_dies_and_its_streams_go_on_exactly(start: Start, af
     answers = await asyncio.gather(*map(watched, requests))
     assert handles[0].dead.is_set()
     assert answers == [expected(request) for request in requests]
+
+
+async def test_x72_the_prompts_scores_are_told_once(start: Start) -> None:
+    """A request that moves does not ask again for what has come; the tokens' own scores go on."""
+    handles = start(), start()
+    pool = await pool_of(*handles)
+    request = replace(long_request(), prompt_logprobs=True, top_logprobs=1)
+    deltas: list[TokenDelta] = []
+    async for delta in pool.generate(request):
+        deltas.append(delta)
+        if len(deltas) == 5:
+            for handle in handles:
+                if not idle(handle):
+                    handle.kill()
+    assert any(handle.dead.is_set() for handle in handles)
+    assert [len(delta.prompt_logprobs) for delta in deltas] == [2] + [0] * (len(deltas) - 1)
+    answer = expected(request)
+    top = [pairs for delta in deltas for pairs in delta.top_logprobs]
+    assert top == [(pair,) for pair in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
 async def test_x72_a_lone_engines_requests_wait_for_its_replacement(start: Start) -> None:
@@ -320,7 +340,12 @@ async def test_a_failed_engine_says_so_to_its_supervisor(start: Start) -> None:
 
 
 def test_the_last_delta_is_never_the_engines_end() -> None:
-    """FinishReason.ERROR is what the pool turns into a move; clients see it only in the end."""
+    """FinishReason.ERROR is what the pool turns into a move; clients see it only in the end.
+
+    FinishReason.FAILED is of the request alone, and would be the same anywhere.
+    """
+    failed = TokenDelta(request_id="r", finish_reason=FinishReason.FAILED, error="boom")
+    assert link_module._delta(failed) is failed
     with pytest.raises(TargetUnavailable, match="boom"):
         link_module._delta(
             TokenDelta(request_id="r", finish_reason=FinishReason.ERROR, error="boom")

@@ -8,14 +8,26 @@ import pytest
 from cluster.actors.remote_drafter import RemoteDrafter
 from cluster.errors import DrafterUnavailable
 from cluster.interfaces import DraftQuery
-from cluster.messages import Draft, DraftWanted, ExchangeInput, ExchangeOutput, Resync, SamplingSpec
+from cluster.messages import (
+    Draft,
+    DraftDistribution,
+    DraftWanted,
+    ExchangeInput,
+    ExchangeOutput,
+    Resync,
+    Rule,
+    SamplingSpec,
+)
 from tests.actors.fake_ray import FakeHandle
+from tests.virtual_time import run_virtually
+
+HALVES = (0.5, 0.5)
 
 
 class Counting:
     """A draft worker that holds contexts as the protocol wants, and counts on from the last token.
 
-    It answers when `gate` is open.
+    It answers when `gate` is open, with distributions where the rule asks for them.
     """
 
     def __init__(self) -> None:
@@ -30,17 +42,21 @@ class Counting:
         for seq_id in message.finished:
             self.contexts.pop(seq_id, None)
         answer = ExchangeOutput(
-            message.step_id, {part.seq_id: self._draft(part) for part in message.wanted}
+            message.step_id,
+            {part.seq_id: self._draft(part, message.rule) for part in message.wanted},
         )
         await self.gate.wait()
         return answer
 
-    def _draft(self, part: DraftWanted) -> Draft | Resync:
+    def _draft(self, part: DraftWanted, rule: Rule) -> Draft | Resync:
         context = self.contexts.setdefault(part.seq_id, [])
         if part.base_length > len(context):
             return Resync()
         context[part.base_length :] = part.new_token_ids
-        return Draft(tuple(context[-1] + i + 1 for i in range(part.num_wanted)))
+        token_ids = tuple(context[-1] + i + 1 for i in range(part.num_wanted))
+        if rule is Rule.COUPLED:
+            return Draft(token_ids)
+        return Draft(token_ids, tuple(DraftDistribution((each, 0), HALVES) for each in token_ids))
 
 
 def query(seq_id: int, token_ids: Sequence[int], num_wanted: int = 2) -> DraftQuery:
@@ -141,15 +157,35 @@ async def test_one_dead_worker_of_two_costs_only_its_own_drafts() -> None:
     assert len(await drafter.propose(queries)) == 4
 
 
-async def test_one_late_worker_of_two_costs_only_its_own_drafts() -> None:
-    """After one deadline the engine waits for nobody who is known to be late."""
-    workers = Counting(), Counting()
-    drafter, _ = drafter_with(*workers)
-    queries = [query(i, [i]) for i in range(4)]
-    await drafter.propose(queries)
-    workers[0].gate.clear()
-    await late(drafter, *queries)
-    assert len(await drafter.propose(queries)) == 2
+def test_one_late_worker_of_two_costs_only_its_own_drafts() -> None:
+    """The others' drafts are used in that very step, and from then on nobody waits for it."""
+
+    async def steps() -> None:
+        workers = Counting(), Counting()
+        drafter, _ = drafter_with(*workers)
+        queries = [query(i, [i]) for i in range(4)]
+        await drafter.propose(queries)
+        workers[0].gate.clear()
+        async with asyncio.timeout(0.5):  # a fraction of what a first answer may take
+            assert len(await drafter.propose(queries)) == 2
+        begin = asyncio.get_running_loop().time()
+        assert len(await drafter.propose(queries)) == 2
+        assert asyncio.get_running_loop().time() == begin
+        assert len(workers[0].messages) == 2
+
+    run_virtually(steps())
+
+
+async def test_under_the_ratio_rule_distributions_come_back_from_every_worker() -> None:
+    """The rule goes out with each message, and with the drafts comes what they were drawn from."""
+    drafter = RemoteDrafter("draft", engine_id="engine", context_limit=100, rule=Rule.RATIO)
+    drafter.set_workers({"a": FakeHandle(Counting()), "b": FakeHandle(Counting())})
+    for _ in range(2):
+        drafts = await drafter.propose([query(i, [4]) for i in range(4)])
+        expected = Draft(
+            (5, 6), (DraftDistribution((5, 0), HALVES), DraftDistribution((6, 0), HALVES))
+        )
+        assert drafts == dict.fromkeys(range(4), expected)
 
 
 async def test_workers_hear_of_ended_sequences() -> None:

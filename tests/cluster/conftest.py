@@ -1,5 +1,6 @@
 """What every test of the whole cluster stands on. Each module has a Ray of its own."""
 
+import asyncio
 import os
 import time
 import uuid
@@ -14,7 +15,7 @@ from pydantic import PydanticDeprecatedSince20
 from cluster.config import prepare_ray_environment
 from tests.checkpoints import make_checkpoint
 
-END_SECONDS = 20.0
+END_SECONDS = 60.0  # agents of a node that was killed notice late
 MARK = "DRAFTHOUSE_TEST_MODULE"  # in the environment of every process a module starts
 
 # Before anything imports ray: no token file is written to the home folder of whoever runs tests.
@@ -22,6 +23,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 prepare_ray_environment(joining=False)
 with warnings.catch_warnings(category=PydanticDeprecatedSince20, action="ignore"):
     import ray.serve  # noqa: F401 - imported once, here, where its own warnings are let pass
+
+    from tests.cluster.harness import NUM_TOKENS, PROMPTS, Answer, in_process, make_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +43,13 @@ def no_process_is_left() -> Iterator[None]:
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target."""
     return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "target", num_layers=3)
+
+
+@pytest.fixture(scope="session")
+def expected(target_folder: Path) -> list[Answer]:
+    """What an engine in this process says to each of PROMPTS, without Ray and without drafts."""
+    config = make_config(target_folder)
+    return asyncio.run(in_process(config, PROMPTS, max_tokens=NUM_TOKENS))
 
 
 def _marked(mark: str) -> list[str]:

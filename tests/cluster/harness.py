@@ -24,6 +24,7 @@ from protos import inference_pb2, inference_pb2_grpc
 
 NUM_CPUS = 2
 PATIENCE_SECONDS = 90.0
+NUM_TOKENS = 300  # of every answer
 PROMPTS = tuple(tuple((7 * i + j) % 250 + 3 for j in range(5 + 3 * i)) for i in range(8))
 
 
@@ -80,6 +81,7 @@ def make_config(folder: object, **sections: object) -> DrafthouseConfig:
         {
             "name": "tiny model",  # with a space, on purpose
             "target": {"model": str(folder), "max_model_len": 1024, "num_threads": 1},
+            "speculation": {"policy": "fixed", "num_speculative_tokens": 4},
             "gateway": {
                 "grpc_port": grpc_port,
                 "http_port": http_port,
@@ -88,6 +90,17 @@ def make_config(folder: object, **sections: object) -> DrafthouseConfig:
         }
         | sections
     )
+
+
+def worker_drafter(folder: object) -> dict[str, object]:
+    """A drafter section: this model, in a draft worker."""
+    return {
+        "kind": "model",
+        "model": str(folder),
+        "placement": "worker",
+        "max_model_len": 1024,
+        "num_threads": 1,
+    }
 
 
 @contextmanager

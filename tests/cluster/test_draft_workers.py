@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import (
+    NUM_TOKENS,
     PROMPTS,
     Answer,
     Served,
@@ -15,38 +16,25 @@ from tests.cluster.harness import (
     ask,
     ask_all,
     client,
-    in_process,
     kill,
     make_config,
     message,
     processes,
     until,
+    worker_drafter,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.wire]
 
-NUM_TOKENS = 300
 ACCEPTED = "drafthouse_spec_decode_num_accepted_tokens_total"
-
-
-@pytest.fixture(scope="module")
-def expected(target_folder: Path) -> list[Answer]:
-    """What an engine in this process says without drafts."""
-    return asyncio.run(in_process(make_config(target_folder), PROMPTS, max_tokens=NUM_TOKENS))
 
 
 @pytest.fixture(scope="module")
 def served(target_folder: Path, expected: list[Answer]) -> Iterator[Served]:
     """The application with the target's own weights as its draft, in a draft worker."""
     del expected  # computed before Ray takes the cores
-    drafter = {
-        "kind": "model",
-        "model": str(target_folder),
-        "placement": "worker",
-        "max_model_len": 1024,
-        "num_threads": 1,
-    }
-    with application(make_config(target_folder, drafter=drafter)) as served:
+    config = make_config(target_folder, drafter=worker_drafter(target_folder))
+    with application(config) as served:
         yield served
 
 

@@ -1,13 +1,16 @@
 """The whole application with a tiny target: the same tokens whatever dies meanwhile."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
+import openai
 import pytest
 
+from protos import inference_pb2
 from tests.cluster.harness import (
+    NUM_TOKENS,
     PROMPTS,
     Answer,
     Served,
@@ -16,7 +19,6 @@ from tests.cluster.harness import (
     ask,
     ask_all,
     client,
-    in_process,
     kill,
     make_config,
     message,
@@ -25,7 +27,6 @@ from tests.cluster.harness import (
 
 pytestmark = [pytest.mark.ray, pytest.mark.wire]
 
-NUM_TOKENS = 300
 COUNTERS = (
     "drafthouse_spec_decode_num_drafts_total",
     "drafthouse_spec_decode_num_draft_tokens_total",
@@ -37,12 +38,6 @@ COUNTERS = (
     "drafthouse_requests_total",
     "drafthouse_drafter_unavailable_total",
 )
-
-
-@pytest.fixture(scope="module")
-def expected(target_folder: Path) -> list[Answer]:
-    """What an engine in this process says."""
-    return asyncio.run(in_process(make_config(target_folder), PROMPTS, max_tokens=NUM_TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +90,57 @@ def test_health_says_serving(served: Served) -> None:
     assert served.get("/health") == (200, "SERVING\n")
 
 
+async def test_a_chat_over_http_is_grpcs_answer(served: Served) -> None:
+    """Through Serve's proxy, streamed by OpenAI's client: the same tokens, text and usage.
+
+    Aborted in the middle, and before its first token is there, it frees its sequence.
+    """
+    turns: Any = [{"role": "user", "content": "Say something."}]
+    grpc_message = inference_pb2.GenerateRequest(
+        messages=turns,
+        sampling=inference_pb2.Sampling(temperature=0.8, seed=5),
+        stopping=inference_pb2.Stopping(max_tokens=NUM_TOKENS, ignore_eos=True),
+    )
+    async with client(served) as stub:
+        whole = await stub.Generate(grpc_message)
+    [expected] = whole.answers
+    body: Any = {
+        "model": "tiny model",
+        "messages": turns,
+        "temperature": 0.8,
+        "seed": 5,
+        "stream": True,
+    }
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    address = f"http://{served.http}/v1"
+    async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as http:
+        stream = await http.chat.completions.create(
+            **body,
+            max_tokens=NUM_TOKENS,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+        )
+        *chunks, last = [chunk.to_dict() async for chunk in stream]
+        parts: list[Any] = [chunk["choices"][0] for chunk in chunks]  # type: ignore[index]
+        assert [token for part in parts for token in part["token_ids"]] == expected.token_ids
+        assert "".join(part["delta"].get("content", "") for part in parts) == expected.text
+        assert last["usage"]["completion_tokens"] == NUM_TOKENS  # type: ignore[index]
+        aborted = served.total("drafthouse_requests_total", outcome="abort")
+        leaving = await http.chat.completions.create(**body, max_tokens=900, extra_body=extra)
+        await anext(aiter(leaving))
+        await leaving.close()
+        impatient = http.with_options(timeout=0.3)
+        with pytest.raises(openai.APITimeoutError):
+            await impatient.completions.create(
+                model="tiny model", prompt="a", max_tokens=1000, extra_body={"ignore_eos": True}
+            )
+    until(lambda: served.total("drafthouse_sequences") == 0)
+    until(lambda: served.total("drafthouse_requests_total", outcome="abort") == aborted + 2)
+
+
 async def test_x70_a_client_that_goes_away_frees_its_sequence(served: Served) -> None:
     """Cancel and deadline reach the engine through gateway and stream."""
+    aborted = served.total("drafthouse_requests_total", outcome="abort")
     async with client(served) as stub:
         call = stub.GenerateStream(message(PROMPTS[0], max_tokens=900))
         await call.read()
@@ -105,7 +149,7 @@ async def test_x70_a_client_that_goes_away_frees_its_sequence(served: Served) ->
             await stub.Generate(message(PROMPTS[1], max_tokens=900), timeout=0.3)
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     until(lambda: served.total("drafthouse_sequences") == 0)
-    until(lambda: served.total("drafthouse_requests_total", outcome="abort") == 2)
+    until(lambda: served.total("drafthouse_requests_total", outcome="abort") == aborted + 2)
 
 
 async def test_refusals_have_their_status(served: Served) -> None:

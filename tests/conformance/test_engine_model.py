@@ -80,7 +80,7 @@ def assert_always_right(recorders: Iterable[Recorder]) -> None:
 @pytest.mark.parametrize(
     ("drafter_name", "k"),
     [(name, k) for name in ("same", "sibling", "random", "ngram") for k in K]
-    + [("silent", 5), ("dying", 5), ("late", 5)],
+    + [("silent", 5), ("dying", 5), ("late", 5), ("choice", 2), ("choice", 8)],
 )
 async def test_x01_every_drafter_and_k_give_the_plain_answer(
     lab: Lab, drafter_name: str, k: int
@@ -319,7 +319,7 @@ async def test_x53_a_match_after_a_hundred_steps_without_one(lab: Lab) -> None:
     with ExitStack() as stack:
         engine = make_engine(
             lab.target(limits, stack),
-            NgramDrafter(max_match=3, min_match=2),
+            NgramDrafter(least_survival=0.4),
             limits=limits,
             eos_token_ids=[EOS_TOKEN_ID],
         )

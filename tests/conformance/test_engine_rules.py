@@ -11,14 +11,14 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
+from cluster.drafters.choice import ChoiceDrafter
 from cluster.drafters.ngram import NgramDrafter
 from cluster.engine.limits import EngineLimits
 from cluster.errors import DrafterUnavailable
-from cluster.interfaces import DraftQuery
+from cluster.interfaces import Drafter, DraftQuery
 from cluster.request import Request, SamplingParams
 from tests.fakes import (
     DyingDrafter,
-    FakeDrafter,
     FakeModel,
     LateDrafter,
     LyingDrafter,
@@ -43,7 +43,7 @@ from tests.harness import (
 )
 
 MODEL = FakeModel()
-DRAFTERS: dict[str, Callable[[FakeModel], FakeDrafter | NgramDrafter]] = {
+DRAFTERS: dict[str, Callable[[FakeModel], Drafter]] = {
     "same": SameDrafter,
     "random": RandomDrafter,
     "sibling": SiblingDrafter,
@@ -52,6 +52,11 @@ DRAFTERS: dict[str, Callable[[FakeModel], FakeDrafter | NgramDrafter]] = {
     "late": LateDrafter,
     "lying": LyingDrafter,
     "ngram": lambda _: NgramDrafter(),
+    "choice": lambda model: ChoiceDrafter(
+        free=[LyingDrafter(model), NgramDrafter(tenant_memory_tokens=1000)],
+        paid=[SiblingDrafter(model), DyingDrafter(model), LateDrafter(model)],
+        patience_seconds=0.001,
+    ),
 }
 K = (1, 2, 5, 16)
 

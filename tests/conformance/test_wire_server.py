@@ -101,20 +101,28 @@ async def test_get_model(tokenizer: Tokenizer) -> None:
         model = await wire.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL))
     assert (model.name, model.max_model_len, list(model.drafters)) == (MODEL, 128, ["fake"])
     assert model.bit_exact
+    assert model.verification == inference_pb2.VERIFICATION_COUPLED
     support = {field.name: field.support for field in model.fields}
     assert support["sampling.top_p"] == inference_pb2.Field.SUPPORT_EXACT
-    assert support["sampling.logit_bias"] == inference_pb2.Field.SUPPORT_REFUSED
+    assert support["sampling.logit_bias"] == inference_pb2.Field.SUPPORT_EXACT
+    assert support["sampling.best_of"] == inference_pb2.Field.SUPPORT_REFUSED
 
 
 async def test_get_model_names_what_is_not_exact(tokenizer: Tokenizer) -> None:
     """A target whose bits depend on company says which operation it is."""
     async with served(tokenizer) as wire:
         wire.backend.model = wire.backend.model.__class__(
-            name=MODEL, max_model_len=8, vocab_size=8, drafters=(), variant_operations=("linear",)
+            name=MODEL,
+            max_model_len=8,
+            vocab_size=8,
+            drafters=(),
+            verification="ratio",
+            variant_operations=("linear",),
         )
         model = await wire.stub.GetModel(inference_pb2.GetModelRequest())
     assert not model.bit_exact
     assert list(model.variant_operations) == ["linear"]
+    assert model.verification == inference_pb2.VERIFICATION_RATIO
 
 
 async def test_unknown_model_is_not_found(tokenizer: Tokenizer) -> None:
@@ -168,7 +176,7 @@ async def test_x78_overload_is_resource_exhausted_with_a_hint(tokenizer: Tokeniz
         await until(lambda: wire.backend.engine.load().waiting == 1)
         error = await failure(wire)
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "500"
+        assert int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]) > 0
         assert isinstance(wire.target, PacedTarget)
         wire.target.allow(50)
         for call in (first, second):

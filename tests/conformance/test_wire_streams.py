@@ -186,9 +186,10 @@ async def test_unary_is_the_stream_collected(tokenizer: Tokenizer) -> None:
     async with served(tokenizer, tokenizer.encode("one answer")) as wire:
         whole = await wire.stub.Generate(request(**fields))
         answer = await wire.ask(**fields)
-    assert (whole.text, whole.token_ids) == (answer.text, answer.token_ids)
-    assert whole.logprobs == answer.logprobs
-    assert (whole.finish_reason, whole.seed) == (answer.last.finish_reason, 7)
+    (only,) = whole.answers
+    assert (only.text, only.token_ids) == (answer.text, answer.token_ids)
+    assert only.logprobs == answer.logprobs
+    assert (only.finish_reason, only.seed) == (answer.last.finish_reason, 7)
     assert (whole.usage, whole.speculation) == (answer.last.usage, answer.last.speculation)
 
 
@@ -199,7 +200,7 @@ async def test_the_account_is_in_the_last_message_only(tokenizer: Tokenizer) -> 
     assert len(answer.chunks) > 2
     for chunk in answer.chunks[:-1]:
         present = {field.name for field, _ in chunk.ListFields()}
-        assert present <= {"text", "token_ids", "num_accepted"}
+        assert present <= {"text", "token_ids", "num_accepted", "num_steps"}
 
 
 async def test_x20_a_seed_is_drawn_and_told(tokenizer: Tokenizer) -> None:

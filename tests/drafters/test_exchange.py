@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.drafters.contexts import DraftContexts
+from cluster.drafters.contexts import STALE_SECONDS, DraftContext, DraftContexts, TailToken
 from cluster.drafters.exchange import ExchangeClient
 from cluster.interfaces import DraftQuery
-from cluster.messages import Draft, DraftWanted, ExchangeInput, ExchangeOutput, Resync, SamplingSpec
+from cluster.messages import (
+    Draft,
+    DraftWanted,
+    ExchangeInput,
+    ExchangeOutput,
+    Resync,
+    Rule,
+    SamplingSpec,
+)
 
 GREEDY = SamplingSpec(seed=0, temperature=0.0)
 
@@ -213,6 +221,28 @@ class TestContexts:
         ]
         assert admitted == [False, False, False, False, True, True, True]
 
+    def test_what_nobody_asks_for_is_forgotten_in_the_end(self) -> None:
+        """An engine that died leaves nothing behind; one that asks again sends its text again."""
+        now = 0.0
+        contexts = DraftContexts(4, clock=lambda: now)
+        for engine_id in ("dead", "e"):
+            contexts.receive(
+                ExchangeInput(engine_id=engine_id, step_id=1, wanted=(wanted(1, 0, 5),))
+            )
+        now = STALE_SECONDS - 1
+        contexts.receive(ExchangeInput(engine_id="e", step_id=2, wanted=(wanted(1, 1, 6),)))
+        contexts.drop_stale()
+        assert len(contexts) == 2
+        now = STALE_SECONDS + 1
+        contexts.drop_stale()
+        assert len(contexts) == 1
+        assert contexts.num_free_slots == 3
+        late = ExchangeInput(engine_id="dead", step_id=2, wanted=(wanted(1, 1, 6),))
+        assert contexts.receive(late) == {1: None}
+        now = 3 * STALE_SECONDS
+        contexts.drop_stale()
+        assert contexts.num_free_slots == 4
+
     def test_engines_with_the_same_ids_are_apart(self) -> None:
         """Sequence ids are an engine's own, and so are its step ids."""
         contexts = DraftContexts(4)
@@ -227,23 +257,55 @@ class TestContexts:
         assert held is not None
         assert held.token_ids == [1]
 
-    def test_settle_keeps_what_was_computed_on_the_committed_tokens(self) -> None:
-        """KV of accepted drafts stays, of rejected ones goes; one row is left to sample from."""
-        contexts = DraftContexts(1)
-        context = contexts.receive(
-            ExchangeInput(engine_id="e", step_id=1, wanted=(wanted(7, 0, 1, 2, 3),))
-        )[7]
-        assert context is not None
-        assert context.settle() == 0
-        context.computed_token_ids += [1, 2, 3, 4, 5]
-        context.commit(3, [4, 9])
-        assert context.settle() == 4
-        assert context.computed_token_ids == [1, 2, 3, 4]
-        context.computed_token_ids += [9]
-        context.commit(5, [])
-        assert context.settle() == 4
+    def test_a_commit_keeps_what_was_computed_on_its_tokens(self) -> None:
+        """KV of accepted drafts stays, of rejected ones goes; one row is left to draw from."""
+        context = DraftContext(0, token_ids=[1, 2, 3], num_computed=2)
+        for token_id in (4, 5, 6):
+            context.append(TailToken(token_id, 0.0))
+        assert (context.num_tokens, context.num_computed) == (6, 5)
+        grade = context.commit(3, [4, 9])  # 4 was drafted, 9 was not
+        assert (grade.num_right, grade.num_known) == (1, 2)
+        assert (context.token_ids, context.tail) == ([1, 2, 3, 4, 9], [])
+        assert context.num_computed == 4
         context.commit(0, [1, 8])
-        assert context.settle() == 1
+        assert (context.token_ids, context.num_computed) == ([1, 8], 1)
+        context.commit(0, [1])
+        assert (context.token_ids, context.num_computed) == ([1], 0)
+
+    def test_a_confirmed_tail_stays(self) -> None:
+        """What follows the tokens that were right is the next draft, computed already."""
+        context = DraftContext(0, token_ids=[1, 2], num_computed=1)
+        for token_id in (3, 4, 5, 6):
+            context.append(TailToken(token_id, 1.0))
+        grade = context.commit(2, [3, 4, 5])
+        assert (grade.num_right, grade.num_known) == (3, 3)
+        assert context.token_ids == [1, 2, 3, 4, 5]
+        assert [drawn.token_id for drawn in context.tail] == [6]
+        assert context.num_uncomputed == 1
+        grade = context.commit(5, [])
+        assert (grade.num_right, grade.num_known) == (0, 0)
+        grade = context.commit(5, [6, 7])  # all, and a token nobody had drafted
+        assert (grade.num_right, grade.num_known) == (1, 1)
+        assert (context.tail, context.num_uncomputed) == ([], 2)
+
+    def test_committed_tokens_are_never_taken_for_drafts(self) -> None:
+        """A context that becomes shorter has no tail, though its old text would go on."""
+        context = DraftContext(0, token_ids=[1, 2, 3, 4], num_computed=3)
+        context.append(TailToken(5, 1.0))
+        grade = context.commit(0, [1, 2, 3])
+        assert (grade.num_right, grade.num_known) == (0, 0)
+        assert (context.token_ids, context.tail, context.num_computed) == ([1, 2, 3], [], 2)
+
+    def test_another_sampling_or_rule_is_another_tail(self) -> None:
+        """A tail is as true as the way it was drawn in."""
+        for sampling, rule in ((SamplingSpec(seed=9), Rule.COUPLED), (GREEDY, Rule.RATIO)):
+            context = DraftContext(0, token_ids=[1, 2], num_computed=1)
+            context.follow(GREEDY, Rule.COUPLED)
+            context.append(TailToken(3, 1.0))
+            context.follow(GREEDY, Rule.COUPLED)
+            assert len(context.tail) == 1
+            context.follow(sampling, rule)
+            assert (context.tail, context.num_computed) == ([], 1)
 
 
 @dataclass

@@ -28,9 +28,7 @@ def logits(folder: Path, *, leave_out: tuple[int, ...] = ()) -> torch.Tensor:
     decoder._layers = tuple(decoder._layers[index] for index in kept)
     windows = tuple(decoder.spec.sliding_windows[index] for index in kept)
     decoder.spec = replace(decoder.spec, num_layers=len(kept), sliding_windows=windows)
-    cache = KVCache(
-        decoder.spec, num_blocks=1, block_size=64, dtype=decoder.dtype, device=decoder.device
-    )
+    cache = KVCache.of(decoder, num_blocks=1, block_size=64)
     rows = torch.arange(9)
     return decoder.logits(decoder.forward(rows, [Segment((0,), 0, 9)], cache))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -27,6 +27,10 @@ class SlowModel:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.failing = False
+        self.failing_ahead = False
+        self.num_advances = 0
+        self.num_advances_at_message: list[int] = []
+        self.most_advances = 3
 
     @contextmanager
     def stuck(self) -> Iterator[None]:
@@ -40,6 +44,7 @@ class SlowModel:
     def exchange(self, message: ExchangeInput) -> ExchangeOutput:
         """Follow the contexts; takes as long as it is stuck."""
         self.messages.append(message)
+        self.num_advances_at_message.append(self.num_advances)
         drafts: dict[int, Draft | Resync] = {
             seq_id: Resync() if context is None else Draft((len(context.token_ids),))
             for seq_id, context in self.contexts.receive(message).items()
@@ -50,11 +55,20 @@ class SlowModel:
             raise RuntimeError(message_text)
         return ExchangeOutput(message.step_id, drafts)
 
+    def advance(self) -> bool:
+        """Count, as far as there is something to do."""
+        self.num_advances += 1
+        assert self.may_go_on.wait(timeout=10)
+        if self.failing_ahead:
+            message_text = "the device is on fire"
+            raise RuntimeError(message_text)
+        return self.num_advances < self.most_advances
+
 
 @asynccontextmanager
-async def drafting() -> AsyncIterator[tuple[SlowModel, ModelDrafter]]:
+async def drafting(*, run_ahead: bool = False) -> AsyncIterator[tuple[SlowModel, ModelDrafter]]:
     model = SlowModel()
-    drafter = ModelDrafter(model, name="slow")
+    drafter = ModelDrafter(model, name="slow", run_ahead=run_ahead)
     try:
         yield model, drafter
     finally:
@@ -138,3 +152,64 @@ async def test_closed_it_is_unavailable_and_leaves_no_thread() -> None:
         with pytest.raises(DrafterUnavailable):
             await drafter.propose([query(1, 4)])
         drafter.release([1])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does; the test's own time-out is the end of it."""
+    while not condition():  # noqa: ASYNC110 - another thread sets no event of this loop
+        await asyncio.sleep(0.001)
+
+
+async def test_between_exchanges_it_drafts_ahead_until_there_is_nothing_to_do() -> None:
+    """An idle thread advances the model, and sleeps when the model has nothing left."""
+    async with drafting(run_ahead=True) as (model, drafter):
+        await idle(drafter)
+        assert model.num_advances == 0  # nothing to follow yet
+        await drafter.propose([query(1, 3)])
+        await until(lambda: model.num_advances == 3)
+        await idle(drafter)
+        await idle(drafter)
+        assert model.num_advances == 3
+        model.most_advances = 5
+        await drafter.propose([query(1, 4)])
+        await until(lambda: model.num_advances == 5)
+
+
+async def test_without_run_ahead_it_only_answers() -> None:
+    """What is switched off takes no time from the target."""
+    async with drafting() as (model, drafter):
+        await drafter.propose([query(1, 3)])
+        await idle(drafter)
+        assert model.num_advances == 0
+
+
+async def test_an_exchange_waits_for_one_forward_pass_at_most() -> None:
+    """Whatever is left to draft ahead comes after what is asked for."""
+    async with drafting(run_ahead=True) as (model, drafter):
+        model.most_advances = 10**9
+        await drafter.propose([query(1, 3)])
+        await until(lambda: model.num_advances > 0)
+        with model.stuck():
+            before = model.num_advances
+            asked = asyncio.create_task(drafter.propose([query(1, 4)]))
+            await asyncio.sleep(0.01)
+        await asyncio.wait([asked])
+        assert asked.result() == {1: Draft((4,))}
+        assert len(model.messages) == 2
+        # One pass may have ended and another begun before the message was there; none came after.
+        assert model.num_advances_at_message[-1] <= before + 1
+        model.most_advances = 0
+
+
+async def test_a_failure_while_drafting_ahead_is_raised_by_the_next_exchange() -> None:
+    """Nothing is lost silently, and the thread goes on."""
+    async with drafting(run_ahead=True) as (model, drafter):
+        model.failing_ahead = True
+        await drafter.propose([query(1, 3)])
+        await idle(drafter)
+        await idle(drafter)
+        assert model.num_advances == 1
+        model.failing_ahead = False
+        with pytest.raises(RuntimeError, match="on fire"):
+            await drafter.propose([query(1, 4)])
+        assert await drafter.propose([query(1, 5)]) == {1: Draft((5,))}

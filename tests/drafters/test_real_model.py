@@ -37,9 +37,7 @@ def test_every_draft_is_the_token_the_target_draws(decoder: Decoder, temperature
         drafts.append(client.digest(model.exchange(client.message([query])))[1].token_ids)
         text += drafts[-1][:3]
     assert [len(draft) for draft in drafts] == [0, 0, 4, 4, 4]
-    cache = KVCache(
-        decoder.spec, num_blocks=1, block_size=128, dtype=decoder.dtype, device=decoder.device
-    )
+    cache = KVCache.of(decoder, num_blocks=1, block_size=128)
     start = 0
     for end in range(len(PROMPT), len(text)):
         hidden = decoder.forward(

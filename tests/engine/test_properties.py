@@ -1,11 +1,13 @@
 """Whatever comes, in whatever order: the tokens are the model's own, and nothing is left behind."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.engine.limits import EngineLimits
 from cluster.messages import StepInput
 from cluster.request import FinishReason, Request, SamplingParams, SpeculationParams
 from tests.fakes import (
@@ -30,6 +32,7 @@ from tests.harness import (
 
 MODEL = FakeModel()
 MAX_MODEL_LEN = 48
+COMMON = [7 * i % 32 for i in range(40)]  # what prompts begin with, more or less of it
 DRAFTERS: list[type[FakeDrafter]] = [
     SameDrafter,
     SiblingDrafter,
@@ -53,9 +56,11 @@ class Arrival:
 def requests(draw: st.DrawFn) -> Request:
     """Any request that fits."""
     max_tokens = draw(st.none() | st.integers(1, 30))
-    prompt = draw(st.lists(st.integers(0, 31), min_size=1, max_size=MAX_MODEL_LEN - 1))
+    shared = COMMON[: draw(st.integers(0, len(COMMON)))]
+    prompt = [*shared, *draw(st.lists(st.integers(0, 31), min_size=1, max_size=17))]
+    prompt = prompt[: MAX_MODEL_LEN - 1]
     room = MAX_MODEL_LEN - len(prompt)
-    return make_request(
+    request = make_request(
         prompt,
         sampling=SamplingParams(
             seed=draw(st.integers(0, 3)), temperature=draw(st.sampled_from([0.0, 1.0]))
@@ -68,6 +73,13 @@ def requests(draw: st.DrawFn) -> Request:
             enabled=draw(st.booleans()), max_tokens=draw(st.none() | st.integers(0, 4))
         ),
     )
+    return replace(
+        request,
+        priority=draw(st.integers(-1, 1)),
+        cache_salt=draw(st.sampled_from(["", "", "other"])),
+        prompt_logprobs=draw(st.booleans()),
+        top_logprobs=draw(st.integers(0, 1)),
+    )
 
 
 @st.composite
@@ -79,35 +91,43 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     ]
 
 
+@st.composite
+def limits(draw: st.DrawFn) -> EngineLimits:
+    """Budgets of one row and more, blocks of one token and more, memory for one context and more.
+
+    With the cache on and off, and whatever prompts may take beside decodes.
+    """
+    block_size = draw(st.sampled_from([1, 3, 8, MAX_MODEL_LEN]))
+    return make_limits(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_num_batched_tokens=draw(st.sampled_from([1, 2, 3, 7, 20, 64])),
+        max_prompt_rows_beside_decodes=draw(st.sampled_from([1, 5, 32])),
+        block_size=block_size,
+        num_blocks=-(-MAX_MODEL_LEN // block_size) + draw(st.integers(0, 8)),
+        prefix_cache=draw(st.booleans()),
+    )
+
+
 @settings(max_examples=200)
 @given(
     arrivals=arrivals(),
     drafter_class=st.sampled_from(DRAFTERS),
     num_speculative_tokens=st.sampled_from([0, 1, 2, 5, 16]),
-    max_num_batched_tokens=st.sampled_from([1, 2, 3, 7, 20, 64]),
-    max_num_seqs=st.integers(1, 5),
-    block_size=st.sampled_from([1, 3, 8, MAX_MODEL_LEN]),
-    spare_blocks=st.integers(0, 8),
+    limits=limits(),
     draft_context=st.none() | st.integers(1, 40),
 )
 def test_tokens_are_the_models_own_and_everything_returns(
     arrivals: list[Arrival],
     drafter_class: type[FakeDrafter],
     num_speculative_tokens: int,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    block_size: int,
-    spare_blocks: int,
+    limits: EngineLimits,
     draft_context: int | None,
 ) -> None:
-    """Any arrivals, aborts, K, budgets, blocks and drafters: Same as row by row; nothing leaks."""
-    limits = make_limits(
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
-    )
+    """Any arrivals, aborts, K, limits and drafters: Same as row by row; nothing leaks.
+
+    The same with the cache on and off, and whoever is preempted for whom.
+    """
     drafter = drafter_class(MODEL, context_limit=draft_context)
 
     async def play() -> list[Recorder]:
@@ -156,3 +176,13 @@ def _check(recorder: Recorder) -> None:
         assert answer.logprobs == expected.logprobs[: answer.num_tokens]
     else:
         assert answer == expected
+    if recorder.request.prompt_logprobs and answer.num_tokens:
+        assert recorder.prompt_logprobs == _scores(recorder.request.prompt_token_ids)
+
+
+def _scores(prompt: Sequence[int]) -> tuple[float, ...]:
+    """What the model says of each token of the prompt but the first."""
+    return tuple(
+        MODEL.logprob(MODEL.state(prompt[:length]), prompt[length])
+        for length in range(1, len(prompt))
+    )

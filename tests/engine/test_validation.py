@@ -42,6 +42,32 @@ def sampled(**fields: Any) -> Request:  # noqa: ANN401 - any field of SamplingPa
         (sampled(top_p=1.1), "sampling.top_p"),
         (sampled(min_p=-0.1), "sampling.min_p"),
         (sampled(min_p=1.1), "sampling.min_p"),
+        (sampled(repetition_penalty=0.0), "sampling.repetition_penalty"),
+        (sampled(repetition_penalty=float("inf")), "sampling.repetition_penalty"),
+        (sampled(repetition_penalty=float("nan")), "sampling.repetition_penalty"),
+        (sampled(presence_penalty=-2.1), "sampling.presence_penalty"),
+        (sampled(frequency_penalty=2.1), "sampling.frequency_penalty"),
+        (sampled(frequency_penalty=float("nan")), "sampling.frequency_penalty"),
+        (sampled(logit_bias=((32, 1.0),)), "sampling.logit_bias"),
+        (sampled(logit_bias=((-1, 1.0),)), "sampling.logit_bias"),
+        (sampled(logit_bias=((3, 100.5),)), "sampling.logit_bias"),
+        (sampled(logit_bias=((3, float("nan")),)), "sampling.logit_bias"),
+        (sampled(logit_bias=((3, 1.0), (3, 2.0))), "sampling.logit_bias"),
+        (sampled(logit_bias=((3, 1.0),) * 1025), "sampling.logit_bias"),
+        (sampled(allowed_token_ids=()), "sampling.allowed_token_ids"),
+        (sampled(allowed_token_ids=(1, 32)), "sampling.allowed_token_ids"),
+        (
+            sampled(allowed_token_ids=(1, 2), banned_token_ids=(3, 2, 1)),
+            "sampling.allowed_token_ids",
+        ),
+        (sampled(banned_token_ids=(32,)), "sampling.banned_token_ids"),
+        (sampled(banned_token_ids=(1, 1)), "sampling.banned_token_ids"),
+        (sampled(banned_sequences=((1,),)), "sampling.banned_sequences"),
+        (sampled(banned_sequences=((1, 32),)), "sampling.banned_sequences"),
+        (sampled(banned_sequences=((1,) * 65,)), "sampling.banned_sequences"),
+        (sampled(banned_sequences=((1, 2),) * 257), "sampling.banned_sequences"),
+        (replace(make_request([1]), top_logprobs=21), "top_logprobs"),
+        (replace(make_request([1]), top_logprobs=-1), "top_logprobs"),
         (sampled(seed=-1), "sampling.seed"),
         (sampled(seed=2**64), "sampling.seed"),
     ],
@@ -65,3 +91,16 @@ def test_the_ends_of_all_ranges_are_served() -> None:
     """What is just allowed is allowed."""
     validate(make_request([0, 31], max_tokens=1, min_tokens=1, output_token_ids=(1,) * 14), LIMITS)
     validate(sampled(temperature=0.0, top_k=10**9, top_p=1.0, min_p=1.0, seed=2**64 - 1), LIMITS)
+    validate(
+        sampled(
+            repetition_penalty=1e-9,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            logit_bias=((0, -100.0), (31, 100.0)),
+            allowed_token_ids=(0, 31),
+            banned_token_ids=(31,),
+            banned_sequences=((0, 0), (31,) * 64) * 128,
+        ),
+        LIMITS,
+    )
+    validate(replace(make_request([1]), top_logprobs=20), LIMITS)

@@ -14,13 +14,7 @@ from cluster.models.kv_cache import KVCache
 
 def make_cache(decoder: Decoder, *, num_blocks: int = 4, block_size: int = 1024) -> KVCache:
     """A cache of the decoder's own dtype."""
-    return KVCache(
-        decoder.spec,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        dtype=decoder.dtype,
-        device=decoder.device,
-    )
+    return KVCache.of(decoder, num_blocks=num_blocks, block_size=block_size)
 
 
 def random_ids(decoder: Decoder, num_tokens: int, *, seed: int = 0) -> Tensor:

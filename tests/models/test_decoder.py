@@ -61,8 +61,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path, family=name.split("-", maxsplit=1)[0], **CHECKPOINTS[name])
 
 
-def test_logits_are_those_of_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_logits_are_those_of_transformers(
+    folder: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every family, with every option it may have: at once, one by one, and after truncates."""
+    if kernels == "torch":
+        monkeypatch.setattr("cluster.models.compiled.is_available", lambda: False)
     decoder = load_decoder(folder, dtype="float32")
     token_ids = random_ids(decoder, NUM_TOKENS)
     expected = reference_logits(folder, token_ids)

@@ -28,14 +28,24 @@ LENGTHS = (200, 70, 130, 64, 33)
 
 @pytest.fixture(
     scope="module",
-    params=[(family, dtype) for family in SHAPES for dtype in ("float32", "int8")],
+    params=[
+        (family, dtype, kernels)
+        for family in SHAPES
+        for dtype in ("float32", "int8")
+        for kernels in ("compiled", "torch")
+    ],
     ids="-".join,
 )
-def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """A decoder of each family in each exact dtype."""
-    family, dtype = request.param
+def decoder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Decoder]:
+    """A decoder of each family in each exact dtype, by kernels and where there are none."""
+    family, dtype, kernels = request.param
     folder = tmp_path_factory.mktemp(family)
-    return load_decoder(make_checkpoint(folder, family=family, **SHAPES[family]), dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        if kernels == "torch":
+            patch.setattr("cluster.models.compiled.is_available", lambda: False)
+        yield load_decoder(make_checkpoint(folder, family=family, **SHAPES[family]), dtype=dtype)
 
 
 @pytest.fixture

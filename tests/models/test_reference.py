@@ -31,6 +31,13 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         resolve(str(tmp_path))
 
 
+@pytest.mark.parametrize("ref", ["/nowhere/model", "./nowhere", "../nowhere", "~/nowhere"])
+def test_a_missing_folder_is_refused(ref: str) -> None:
+    """What can only be a path is never looked up anywhere else."""
+    with pytest.raises(ConfigurationError, match="no such folder"):
+        resolve(ref)
+
+
 def test_a_missing_gguf_is_refused(tmp_path: Path) -> None:
     """A path that ends in .gguf is never looked up anywhere else."""
     with pytest.raises(ConfigurationError, match="no such file"):
@@ -107,10 +114,15 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
     assert load_generation_defaults(tmp_path) == GenerationDefaults(eos_token_ids=frozenset({9}))
     (tmp_path / "generation_config.json").write_text(
-        '{"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "top_p": null}'
+        '{"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "top_p": null,'
+        ' "min_p": 0.05, "repetition_penalty": 1.1}'
     )
     assert load_generation_defaults(tmp_path) == GenerationDefaults(
-        eos_token_ids=frozenset({1, 2}), temperature=0.6, top_k=20
+        eos_token_ids=frozenset({1, 2}),
+        temperature=0.6,
+        top_k=20,
+        min_p=0.05,
+        repetition_penalty=1.1,
     )
 
 

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from cluster.messages import SamplingSpec
-from cluster.sampling import draw
-from cluster.sampling.draw import sample, token_log_probs
-from cluster.sampling.processors import kept_sizes, rank, tempered
+from cluster.sampling import draw, processors
+from cluster.sampling.draw import sample
+from cluster.sampling.filters import kept_sizes, rank, tempered
+from cluster.sampling.logprobs import token_log_probs
+from tests.sampling.reference import reference_logits, reference_probs
 
 rows_of_logits = st.lists(
     st.lists(st.floats(-8, 8, width=16), min_size=12, max_size=12), min_size=1, max_size=5
@@ -175,6 +177,56 @@ def test_x05_the_rest_bucket_is_exact(
     assert top < 0.8  # otherwise this would not test the bucket
     counts = drawn_counts(logits, spec, num_draws=num_draws, num_individual=num_individual)
     assert fit(counts, probs) > 0.001
+
+
+PROCESSED: dict[str, dict[str, object]] = {
+    "repetition": {"repetition_penalty": 1.8},
+    "presence and frequency": {"presence_penalty": -1.0, "frequency_penalty": 0.7},
+    "bias": {"logit_bias": ((2, 1.5), (5, -100.0))},
+    "allowed": {"allowed_token_ids": (0, 2, 3, 7), "top_p": 0.95},
+    "banned": {"banned_token_ids": (1,), "banned_sequences": ((4, 2), (3, 3))},
+    "all": {
+        "temperature": 0.8,
+        "min_p": 0.02,
+        "top_k": 6,
+        "repetition_penalty": 0.7,
+        "frequency_penalty": 0.2,
+        "logit_bias": ((0, 0.5),),
+        "suppressed_token_ids": (7,),
+        "suppressed_before": 9,
+    },
+}
+HISTORY = (1, 2, 2, 3, 4)
+
+
+def drawn_and_expected(name: str) -> tuple[np.ndarray, torch.Tensor]:
+    """How often each token is drawn under many seeds, and what the slow reference expects."""
+    logits = random_logits(1, 8, seed=1) / 3
+    specs = [
+        SamplingSpec(seed=seed, num_prompt_tokens=2, **PROCESSED[name])  # type: ignore[arg-type]
+        for seed in range(5_000)
+    ]
+    rows, positions = logits.expand(5_000, -1), [len(HISTORY)] * 5_000
+    tokens = sample(rows, specs, positions, histories=[HISTORY] * 5_000, num_individual=3)
+    values = reference_logits(logits[0].tolist(), specs[0], len(HISTORY), HISTORY)
+    probs = reference_probs(values, specs[0])
+    assert probs is not None
+    return np.bincount(tokens, minlength=8), torch.tensor(probs, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_x05_draws_follow_every_processor(name: str) -> None:
+    """The draw, with its bucket, is of just the distribution that the processors leave."""
+    assert fit(*drawn_and_expected(name)) > 0.001
+
+
+@pytest.mark.parametrize("name", ["repetition", "presence and frequency", "all"])
+def test_x05_a_penalty_that_is_left_out_is_caught(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The check fails when a penalty does nothing."""
+    monkeypatch.setattr(processors, "penalize", lambda *_: None)
+    assert fit(*drawn_and_expected(name)) < 1e-9
 
 
 @pytest.mark.parametrize(

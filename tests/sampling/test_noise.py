@@ -1,5 +1,7 @@
 """Noise: uniform, independent along every axis, and a function of its coordinates alone."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from cluster.sampling.noise import Stream, gumbel, row_keys, uniform
+from cluster.sampling.noise import Stream, gumbel, number, row_keys, uniform
 
 CPU = torch.device("cpu")
 N = 400
@@ -50,10 +52,10 @@ def test_neighbours_are_independent(distance: int) -> None:
     assert independence_p_value(numbers, numbers.T) > 0.001
 
 
-@pytest.mark.parametrize("other", [Stream.REST, Stream.WITHIN_REST])
-def test_streams_are_independent(other: Stream) -> None:
+@pytest.mark.parametrize(("one", "other"), list(combinations(Stream, 2)))
+def test_streams_are_independent(one: Stream, other: Stream) -> None:
     """One use of noise says nothing about another at the same place."""
-    assert independence_p_value(grid(), grid(stream=other)) > 0.001
+    assert independence_p_value(grid(stream=one), grid(stream=other)) > 0.001
 
 
 def test_seed_and_position_are_not_interchangeable() -> None:
@@ -75,6 +77,20 @@ def test_any_seed_counts_modulo_2_to_64(seed: int, position: int) -> None:
     """Every int is a seed; those equal modulo 2**64 are the same one."""
     keys = row_keys([seed, seed + 2**64, seed % 2**64], [position] * 3, Stream.TOKEN, CPU)
     assert len(set(keys.tolist())) == 1
+
+
+@given(
+    seed=st.integers(-(2**64), 2**65),
+    position=st.integers(0, 2**40),
+    stream=st.sampled_from(Stream),
+)
+def test_a_number_without_tensors_is_the_same_number(
+    seed: int, position: int, stream: Stream
+) -> None:
+    """Streams of one number a position are read in plain integers, to the same bits."""
+    keys = row_keys([seed], [position], stream, CPU)
+    expected = uniform(keys, torch.zeros(1, 1, dtype=torch.int64))
+    assert number(seed, position, stream) == float(expected)
 
 
 def test_no_uniform_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:

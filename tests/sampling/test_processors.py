@@ -1,142 +1,271 @@
-"""The filters against a slow reference in plain Python, and their tie rules."""
+"""Every processor against the slow reference, row by row, and what they do at their edges."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from cluster.messages import SamplingSpec
-from cluster.sampling.processors import kept_mask, kept_sizes, rank, suppress, tempered
+from cluster.sampling.draw import distribution, sample
+from cluster.sampling.processors import drawable, processed
+from tests.sampling.reference import NEVER, reference_logits, reference_probs
 
-NEVER = -math.inf
-logit = st.floats(-8, 8, width=16)  # so coarse that ties are common
-rows_of_logits = st.lists(st.lists(logit, min_size=12, max_size=12), min_size=1, max_size=5)
+VOCAB = 8
+PLAIN = SamplingSpec(seed=0)
+token_ids = st.integers(0, VOCAB - 1)
+some_ids = st.lists(token_ids, max_size=4, unique=True).map(tuple)
+logit = st.floats(-8, 8, width=16)
+CHANGES: dict[str, st.SearchStrategy[dict[str, object]]] = {
+    "repetition": st.fixed_dictionaries(
+        {"repetition_penalty": st.sampled_from([0.5, 0.9, 1.3, 2.0])}
+    ),
+    "presence": st.fixed_dictionaries(
+        {"presence_penalty": st.sampled_from([-2.0, -0.5, 0.7, 2.0])}
+    ),
+    "frequency": st.fixed_dictionaries({"frequency_penalty": st.sampled_from([-2.0, 0.3, 2.0])}),
+    "bias": st.fixed_dictionaries(
+        {
+            "logit_bias": st.dictionaries(
+                token_ids, st.sampled_from([-100.0, -1.5, 0.25, 3.0, 100.0]), max_size=4
+            ).map(lambda biases: tuple(biases.items()))
+        }
+    ),
+    "allowed": st.fixed_dictionaries(
+        {"allowed_token_ids": st.lists(token_ids, min_size=1, unique=True).map(tuple)}
+    ),
+    "banned": st.fixed_dictionaries({"banned_token_ids": some_ids}),
+    "sequences": st.fixed_dictionaries(
+        {
+            "banned_sequences": st.lists(
+                st.lists(token_ids, min_size=2, max_size=3).map(tuple), max_size=12
+            ).map(tuple)
+        }
+    ),
+    "suppressed": st.fixed_dictionaries(
+        {"suppressed_token_ids": some_ids, "suppressed_before": st.integers(0, 9)}
+    ),
+    "grammar": st.just({}),  # its mask comes apart
+    "filters": st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.4, 1.0, 1.7]),
+            "top_k": st.sampled_from([0, 0, 1, 3, 5, 50]),
+            "top_p": st.sampled_from([1.0, 1.0, 0.3, 0.8]),
+            "min_p": st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+        }
+    ),
+}
+Row = tuple[list[float], SamplingSpec, tuple[int, ...], list[bool] | None]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads only wait for each other on tensors this narrow."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> SamplingSpec:
-    """Any mix of filters, each of them often off."""
-    return SamplingSpec(
-        seed=draw(st.integers(0, 2**63 - 1)),
-        temperature=draw(st.sampled_from([0.3, 0.6, 1.0, 1.7])),
-        top_k=draw(st.sampled_from([0, 0, 1, 2, 3, 7, 12, 50])),
-        top_p=draw(st.sampled_from([1.0, 1.0, 0.05, 0.5, 0.8, 0.95])),
-        min_p=draw(st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.5, 1.0])),
-        suppressed_token_ids=tuple(draw(st.lists(st.integers(0, 11), max_size=4))),
-        suppressed_before=draw(st.sampled_from([0, 10])),
-    )
+def rows(draw: st.DrawFn, *, only: str | None = None, num_drafts: int = 0) -> list[Row]:
+    """One sequence's rows: logits, the spec they share, what is before each, and a mask.
 
-
-def reference_kept(logits: Sequence[float], spec: SamplingSpec, position: int) -> list[int]:
-    """The ids that can be drawn, best first; skips the example if rounding could decide."""
-    suppressed = spec.suppressed_token_ids if position < spec.suppressed_before else ()
-    scaled = [
-        NEVER if token_id in suppressed else value / spec.temperature
-        for token_id, value in enumerate(logits)
-    ]
-    highest = max(scaled)
-    weights = [math.exp(value - highest) for value in scaled]
-    ranked = sorted(range(len(logits)), key=lambda token_id: (-scaled[token_id], token_id))
-    ranked = ranked[: spec.top_k or len(logits)]
-    total = math.fsum(weights[token_id] for token_id in ranked)
-    kept, mass = [], 0.0
-    for token_id in ranked:
-        assume(spec.top_p == 1 or abs(mass / total - spec.top_p) > 1e-5)
-        assume(spec.min_p in (0, 1) or abs(weights[token_id] - spec.min_p) > 1e-5)
-        in_top_p = spec.top_p == 1 or mass < spec.top_p * total
-        if in_top_p and weights[token_id] >= spec.min_p and weights[token_id] > 0:
-            kept.append(token_id)
-        mass += weights[token_id]
-    return kept
-
-
-@given(logits=rows_of_logits, data=st.data(), depth=st.integers(1, 14))
-def test_what_is_kept_equals_the_slow_reference(
-    logits: list[list[float]], data: st.DataObject, depth: int
-) -> None:
-    """Rows of different specs side by side keep exactly their own reference's tokens, in order.
-
-    A ranking too shallow to tell says so, and never says anything wrong; the mask of a whole row
-    always tells.
+    `only` names the one processor that does something; without it any mix does.
     """
-    row_specs = [data.draw(specs()) for _ in logits]
-    positions = [data.draw(st.sampled_from([9, 10])) for _ in logits]
-    suppressed = suppress(torch.tensor(logits), row_specs, positions)
-    ranked = rank(suppressed, depth)
-    all_log_probs = tempered(suppressed, row_specs)
-    log_probs = all_log_probs.gather(-1, ranked)
-    for row, size in enumerate(kept_sizes(log_probs, row_specs, 12)):
-        expected = reference_kept(logits[row], row_specs[row], positions[row])
-        kept = kept_mask(suppressed[row], all_log_probs[row], row_specs[row])
-        kept &= all_log_probs[row] > NEVER
-        assert kept.nonzero().flatten().tolist() == sorted(expected)
-        if size is None:
-            assert depth < 12
-            continue
-        drawable = ranked[row, :size][log_probs[row, :size] > NEVER].tolist()
-        assert drawable == expected[:depth]
-        assert size > depth or len(drawable) == len(expected)
+    names = [only] if only else draw(st.lists(st.sampled_from(sorted(CHANGES)), unique=True))
+    changes: dict[str, object] = {}
+    for name in names:
+        changes |= draw(CHANGES[name])
+    text = draw(st.lists(token_ids, min_size=1 + num_drafts, max_size=8))
+    spec = replace(PLAIN, num_prompt_tokens=draw(st.integers(1, len(text))), **changes)
+    spec = replace(spec, seed=draw(st.integers(0, 2**63)))
+    masked = draw(st.booleans()) and only in (None, "grammar")
+    return [
+        (
+            draw(st.lists(logit, min_size=VOCAB, max_size=VOCAB)),
+            spec,
+            tuple(text[: len(text) - num_drafts + row]),
+            draw(st.lists(st.booleans(), min_size=VOCAB, max_size=VOCAB)) if masked else None,
+        )
+        for row in range(num_drafts + 1)
+    ]
 
 
-@given(logits=rows_of_logits, depth=st.integers(1, 14))
-def test_ranking_is_by_logit_then_id(logits: list[list[float]], depth: int) -> None:
-    """A ranking of any depth is a prefix of the one total order, ties included."""
-    ranked = rank(torch.tensor(logits), depth).tolist()
-    for values, token_ids in zip(logits, ranked, strict=True):
-        expected = sorted(range(12), key=lambda token_id: (-values[token_id], token_id))
-        assert token_ids == expected[:depth]
+sequences = st.integers(0, 3).flatmap(lambda num_drafts: rows(num_drafts=num_drafts))
+steps = st.lists(sequences, min_size=1, max_size=3).map(
+    lambda parts: [row for part in parts for row in part]
+)
 
 
-def test_ties_at_the_last_rank_go_to_the_lowest_ids() -> None:
-    """Of a vocabulary that is level beyond one token, the lowest ids are in, in every row."""
-    values = torch.zeros(3, 5000)
-    values[:, 4321] = 1.0
-    assert rank(values, 4).tolist() == [[4321, 0, 1, 2]] * 3
+def arguments(step: list[Row]) -> tuple[Tensor, list[SamplingSpec], list[int]]:
+    logits = torch.tensor([values for values, _, _, _ in step])
+    return logits, [spec for _, spec, _, _ in step], [len(history) for _, _, history, _ in step]
 
 
-def test_top_p_keeps_the_shortest_prefix_that_reaches_it() -> None:
-    """With halves and quarters, exactly the sum that reaches p is kept, and one token at least."""
-    log_probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
-    sizes = {
-        top_p: kept_sizes(log_probs, [SamplingSpec(seed=0, top_p=top_p)], 4)
-        for top_p in (1e-9, 0.49, 0.51, 0.74, 0.76, 0.99)
-    }
-    assert sizes == {1e-9: [1], 0.49: [1], 0.51: [2], 0.74: [2], 0.76: [3], 0.99: [4]}
+def extras(step: list[Row]) -> dict[str, object]:
+    """Histories and masks of some rows; a row without a mask may draw anything."""
+    masks = None
+    if any(mask is not None for _, _, _, mask in step):
+        masks = torch.tensor([mask or [True] * VOCAB for _, _, _, mask in step])
+    return {"histories": [history for _, _, history, _ in step], "masks": masks}
 
 
-def test_top_p_is_a_share_of_what_top_k_kept() -> None:
-    """The order of the filters is fixed: 0.6 of the top two is one token, 0.6 of all is two."""
-    log_probs = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log()
-    both = SamplingSpec(seed=0, top_k=2, top_p=0.6)
-    alone = SamplingSpec(seed=0, top_p=0.55)
-    assert kept_sizes(log_probs, [both], 4) == [1]
-    assert kept_sizes(log_probs, [alone], 4) == [2]
+def values_of(row: Row) -> list[float]:
+    values, spec, history, mask = row
+    return reference_logits(values, spec, len(history), history, mask)
+
+
+@pytest.mark.parametrize("name", [*CHANGES, None])
+@settings(max_examples=50)
+@given(data=st.data())
+def test_what_is_drawn_from_equals_the_slow_reference(
+    data: st.DataObject, name: str | None
+) -> None:
+    """Each processor alone, and all of them mixed: every entry of the distribution.
+
+    That is so however few tokens are weighed one by one, and it says which rows have none left.
+    """
+    step = data.draw(rows(only=name, num_drafts=data.draw(st.integers(0, 3))) if name else steps)
+    logits, specs, positions = arguments(step)
+    before = logits.clone()
+    ready = processed(logits, specs, positions, **extras(step))  # type: ignore[arg-type]
+    expected = [values_of(row) for row in step]
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(ready, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+    found = drawable(ready, specs, extras(step)["masks"])  # type: ignore[arg-type]
+    assert found == [max(values) > NEVER for values in expected]
+    depth = data.draw(st.sampled_from([1, 2, 5, VOCAB, 256]))
+    probs = distribution(
+        logits,
+        specs,
+        positions,
+        num_individual=depth,
+        **extras(step),  # type: ignore[arg-type]
+    )
+    for row, spec, values in zip(probs.tolist(), specs, ready.tolist(), strict=True):
+        wanted = reference_probs(values, spec)
+        if wanted is not None:
+            assert row == pytest.approx(wanted, abs=2e-6)
+            assert [value > 0 for value in row] == [value > 0 for value in wanted]
+
+
+@settings(max_examples=50)
+@given(step=steps, data=st.data())
+def test_a_row_alone_equals_the_row_among_others(step: list[Row], data: st.DataObject) -> None:
+    """Logits, distribution and token of a row are to the last bit those it has without company."""
+    logits, specs, positions = arguments(step)
+    depth = data.draw(st.sampled_from([2, 256]))
+    ready = processed(logits, specs, positions, **extras(step))  # type: ignore[arg-type]
+    probs = distribution(logits, specs, positions, num_individual=depth, **extras(step))  # type: ignore[arg-type]
+    drawn = sample(logits, specs, positions, num_individual=depth, **extras(step))  # type: ignore[arg-type]
+    for index in range(len(step)):
+        one = step[index : index + 1]
+        alone = arguments(one)
+        assert torch.equal(processed(*alone, **extras(one))[0], ready[index])  # type: ignore[arg-type]
+        own = distribution(*alone, num_individual=depth, **extras(one))  # type: ignore[arg-type]
+        assert torch.equal(own[0], probs[index])
+        assert sample(*alone, num_individual=depth, **extras(one)) == [drawn[index]]  # type: ignore[arg-type]
+
+
+@given(step=steps)
+def test_what_is_drawn_has_a_probability(step: list[Row]) -> None:
+    """No draw is ever of a token that a processor forbade or a filter removed."""
+    logits, specs, positions = arguments(step)
+    probs = distribution(logits, specs, positions, num_individual=3, **extras(step))  # type: ignore[arg-type]
+    drawn = sample(logits, specs, positions, num_individual=3, **extras(step))  # type: ignore[arg-type]
+    for row, token_id in zip(probs.tolist(), drawn, strict=True):
+        assert row[token_id] > 0 or max(row) == 0
+
+
+def test_nothing_to_do_costs_nothing() -> None:
+    """Specs that change no logit give back the tensor itself."""
+    logits = torch.zeros(3, VOCAB)
+    late = replace(PLAIN, suppressed_token_ids=(1,), suppressed_before=5)
+    assert processed(logits, [PLAIN, PLAIN, late], [0, 1, 5]) is logits
 
 
 def test_suppressed_ids_are_impossible_before_their_position_only() -> None:
-    """min_tokens keeps an id away until the position it names, and leaves the logits alone."""
-    logits = torch.zeros(2, 4)
-    spec = SamplingSpec(seed=0, suppressed_token_ids=(1, 3), suppressed_before=10)
-    suppressed = suppress(logits, [spec, spec], [9, 10])
-    assert suppressed.tolist() == [[0, NEVER, 0, NEVER], [0, 0, 0, 0]]
-    assert logits.tolist() == [[0] * 4] * 2
-    assert suppress(logits, [spec, spec], [10, 11]) is logits
+    """min_tokens keeps an id away until the position it names, in any order of the rows."""
+    spec = replace(PLAIN, suppressed_token_ids=(1, 3), suppressed_before=10)
+    ready = processed(torch.zeros(2, 4), [spec, spec], [10, 9])
+    assert ready.tolist() == [[0, 0, 0, 0], [0, NEVER, 0, NEVER]]
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-45, 5e-324])
-def test_the_smallest_temperatures_do_not_overflow(temperature: float) -> None:
-    """However cold, the best token has all the probability and nothing is NaN."""
-    logits = torch.tensor([[3.0, 1000.0, -1000.0, NEVER]])
-    log_probs = tempered(logits, [SamplingSpec(seed=0, temperature=temperature)])
-    assert log_probs.exp().tolist() == [[0.0, 1.0, 0.0, 0.0]]
+def test_a_missing_history_is_refused() -> None:
+    """Penalties without the text they count would silently be none."""
+    with pytest.raises(ValueError, match="needs histories"):
+        processed(torch.zeros(1, 4), [replace(PLAIN, presence_penalty=1.0)], [3])
 
 
-def test_temperature_scales_before_the_softmax() -> None:
-    """Tempered log-probs are those of logits divided by the temperature, row by row."""
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    row_specs = [SamplingSpec(seed=0, temperature=t) for t in (0.5, 1.0, 2.0)]
-    expected = (logits / torch.tensor([[0.5], [1.0], [2.0]])).log_softmax(-1)
-    torch.testing.assert_close(tempered(logits, row_specs), expected)
+def test_ids_beyond_the_vocabulary_are_without_effect() -> None:
+    """A draft model of fewer tokens takes the target's specs and histories as they are."""
+    spec = replace(
+        PLAIN,
+        repetition_penalty=2.0,
+        frequency_penalty=1.0,
+        logit_bias=((1, 2.0), (99, 5.0)),
+        allowed_token_ids=(0, 1, 2, 98),
+        banned_token_ids=(2, 97),
+        banned_sequences=((7, 96), (5, 95)),
+        suppressed_token_ids=(94,),
+        suppressed_before=50,
+        num_prompt_tokens=1,
+    )
+    ready = processed(torch.ones(1, 4), [spec], [3], histories=[(95, 1, 96)])
+    assert ready.tolist() == [[1.0, 3 / 2 - 1, NEVER, NEVER]]
+
+
+def test_presence_and_frequency_count_the_answer_only() -> None:
+    """A token of the prompt costs nothing, one that came three times costs three times."""
+    spec = replace(PLAIN, presence_penalty=1.0, frequency_penalty=0.5, num_prompt_tokens=2)
+    ready = processed(torch.zeros(1, 4), [spec], [7], histories=[(0, 1, 2, 2, 3, 2, 1)])
+    assert ready.tolist() == [[0.0, -1.5, -2.5, -1.5]]
+
+
+def test_a_banned_sequence_may_begin_in_the_prompt() -> None:
+    """What stands before decides, whoever wrote it; a beginning that is not whole does not."""
+    spec = replace(
+        PLAIN, banned_sequences=((1, 2, 3), (2, 0), (9, 9, 9, 9, 2, 1)), num_prompt_tokens=2
+    )
+    histories = [(1, 2), (2,), (1, 1), ()]
+    ready = processed(torch.zeros(4, 4), [spec] * 4, [2, 1, 2, 0], histories=histories)
+    assert ready.tolist() == [[NEVER, 0, 0, NEVER], [NEVER, 0, 0, 0], [0] * 4, [0] * 4]
+
+
+@pytest.mark.parametrize("penalty", [1e-320, 1e-30, 1e30, 1e300])
+def test_the_wildest_penalty_stays_in_range(penalty: float) -> None:
+    """No penalty makes a logit infinite, which would make the whole row undefined."""
+    spec = replace(PLAIN, repetition_penalty=penalty)
+    logits = torch.tensor([[3.0, -2.0, 0.0, NEVER]])
+    ready = processed(logits, [spec], [4], histories=[(0, 1, 2, 3)])
+    assert ready[0, :3].isfinite().all()
+    assert ready[0, 3] == NEVER
+    assert math.isclose(float(distribution(ready, [PLAIN], [4]).sum()), 1.0)
+
+
+def test_a_row_with_nothing_left_says_so_and_harms_nobody() -> None:
+    """Under every filter it is found and has no distribution, and its neighbour keeps its own."""
+    empty = replace(PLAIN, allowed_token_ids=(1,), banned_token_ids=(1,))
+    for changes in ({}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.3}, {"temperature": 0.0}):
+        specs = [replace(empty, **changes), replace(PLAIN, **changes)]
+        logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2)
+        ready = processed(logits, specs, [1, 1])
+        assert drawable(ready, specs) == [False, True]
+        probs = distribution(logits, specs, [1, 1], num_individual=2)
+        assert probs[0].tolist() == [0] * 4
+        assert math.isclose(float(probs[1].sum()), 1.0)
+        alone = sample(logits[1:], specs[1:], [1], num_individual=2)
+        assert sample(logits, specs, [1, 1], num_individual=2)[1:] == alone
+
+
+def test_an_answer_is_penalised_token_by_token() -> None:
+    """Mutant check: rows of one draft differ because each counts the drafts before it."""
+    spec = replace(PLAIN, temperature=0.0, frequency_penalty=2.0, num_prompt_tokens=1)
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]] * 4)
+    histories = [(0,), (0, 1), (0, 1, 1), (0, 1, 1, 2)]
+    assert sample(logits, [spec] * 4, [1, 2, 3, 4], histories=histories) == [1, 2, 2, 3]

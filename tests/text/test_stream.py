@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import Unavailable
+from cluster.errors import DrafthouseError, RequestFailed, Unavailable
 from cluster.messages import TokenDelta
 from cluster.request import FinishReason, StoppingParams
 from cluster.text.answer import Answer
@@ -30,6 +30,8 @@ def deltas_of(
                 request_id="r",
                 token_ids=tuple(token_id for _, token_id in run),
                 logprobs=tuple(-float(place) for place, _ in run),
+                top_logprobs=tuple(((token_id, -float(place)),) for place, token_id in run),
+                num_cached_tokens=0 if deltas else 2,
                 num_drafted=5,
                 num_accepted=max(0, len(run) - 1),
                 finish_reason=None if rest else finish_reason,
@@ -64,6 +66,7 @@ def test_x32_all_ends_at_the_stop(byte_level: Tokenizer, size: int) -> None:
     assert answer.text == "xy"
     assert answer.token_ids == list(token_ids[:4])
     assert answer.logprobs == [0.0, -1.0, -2.0, -3.0]
+    assert answer.top_logprobs == [((key, -float(n)),) for n, key in enumerate(token_ids[:4])]
     assert answer.finish_reason is STOP
     assert answer.num_accepted <= len(answer.token_ids)
     assert all(delta.num_accepted <= len(delta.token_ids) for delta in out)
@@ -141,6 +144,10 @@ def test_any_ids_in_any_runs_give_the_naive_cut(
             break
     assert (answer.text, len(answer.token_ids), answer.finish_reason) == expected
     assert answer.logprobs == [-float(place) for place in range(len(answer.token_ids))]
+    best = [((token_id, -float(place)),) for place, token_id in enumerate(answer.token_ids)]
+    assert answer.top_logprobs == best
+    assert answer.num_steps == len(out)
+    assert answer.num_cached_tokens == 2
     for number in range(1, len(out)):
         shown = "".join(delta.text for delta in out[:number])
         known = byte_level.decode(token_ids[: sum(len(d.token_ids) for d in out[:number])])
@@ -172,3 +179,28 @@ async def test_an_answer_that_breaks_off_is_an_error(byte_level: Tokenizer) -> N
     deltas = closed_after(deltas_of(byte_level.encode("ab"), [])[:1], [])
     with pytest.raises(Unavailable):
         _ = [delta async for delta in stream_text(deltas, texts)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "says"),
+    [
+        (FinishReason.FAILED, RequestFailed, "no token is left"),
+        (FinishReason.ABORT, Unavailable, "may be sent again"),
+        (FinishReason.ERROR, DrafthouseError, "request r ended: no token is left"),
+    ],
+)
+async def test_an_end_without_its_answer_is_an_error(
+    byte_level: Tokenizer, reason: FinishReason, error: type[Exception], says: str
+) -> None:
+    """What came before is delivered, the backend is closed, and half an answer is never whole."""
+    log: list[str] = []
+    texts = TextStream(byte_level.vocabulary, StoppingParams())
+    end = TokenDelta(request_id="r", finish_reason=reason, error="no token is left")
+    deltas = stream_text(
+        closed_after([*deltas_of(byte_level.encode("ab"), [])[:1], end], log), texts
+    )
+    assert (await anext(deltas)).text == "a"
+    with pytest.raises(error, match=says) as raised:
+        await anext(deltas)
+    assert raised.type is error
+    assert log == ["closed"]

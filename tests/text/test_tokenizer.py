@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ConfigurationError, InvalidRequest
-from cluster.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from cluster.models.reference import resolve
+from cluster.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer, load_vocabulary
 
 CONVERSATION = [ChatMessage("user", "Hi there 👍"), ChatMessage("assistant", "Hello.")]
 
@@ -45,6 +46,24 @@ def test_no_template_is_the_callers_error(byte_fallback: Tokenizer) -> None:
         byte_fallback.chat(CONVERSATION)
 
 
+@pytest.mark.parametrize("word", ["hello", "foobar", "it's", "123", "éà", "👍"])
+def test_a_word_is_what_it_is_inside_a_text(smollm2: Tokenizer, word: str) -> None:
+    """Both forms are the very tokens that end a text with the word, after a mark or a space."""
+    bare, spaced = smollm2.word(word)
+    assert smollm2.encode(f"say ({word}")[-len(bare) :] == bare
+    assert smollm2.encode(f"say {word}")[-len(spaced) :] == spaced
+    assert smollm2.word(f" {word}") == (bare, spaced)
+
+
+@pytest.mark.parametrize(
+    ("word", "tokens"), [("a", [["a"], ["<0x20>", "a"]]), (" ", [["<0x20>"]]), ("", [["<0x20>"]])]
+)
+def test_forms_of_a_word(byte_fallback: Tokenizer, word: str, tokens: list[list[str]]) -> None:
+    """A form without tokens is left out, and no form has the mark of a text's beginning."""
+    forms = byte_fallback.word(word)
+    assert [[byte_fallback.tokens[token_id] for token_id in form] for form in forms] == tokens
+
+
 def test_tokens_are_listed_by_id(smollm2: Tokenizer) -> None:
     """Every id has its token, which is what two models' vocabularies are compared by."""
     assert smollm2.num_tokens == 49152
@@ -55,3 +74,13 @@ def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """The error names the folder."""
     with pytest.raises(ConfigurationError, match=tmp_path.name):
         load_tokenizer(tmp_path)
+
+
+def test_the_vocabulary_alone_is_the_tokenizers(tmp_path: Path, smollm2: Tokenizer) -> None:
+    """Read without transformers it has the same tokens, special ids and bytes."""
+    own = load_vocabulary(resolve("smollm2-135m-instruct"))
+    assert own.tokens == smollm2.vocabulary.tokens
+    assert own.special_token_ids == smollm2.vocabulary.special_token_ids
+    assert own.decoding.piece("Ġthe") == smollm2.vocabulary.decoding.piece("Ġthe") == b" the"
+    with pytest.raises(ConfigurationError, match="no tokenizer"):
+        load_vocabulary(tmp_path)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cluster.errors import DrafthouseError, Unavailable
+from cluster.request import Grammar, GrammarKind
 from cluster.text.tokenizer import Tokenizer, load_tokenizer
 from cluster.tools import chat as chat_module
+from cluster.tools import connection
 from cluster.tools.chat import AnswerOptions, Origins, chat
 from protos import inference_pb2
 from tests.checkpoints import make_tokenizer
@@ -47,6 +49,20 @@ def script_after(tokenizer: Tokenizer, num_prompt: int, text: str) -> list[int]:
     return [5] * (num_prompt - 3) + list(tokenizer.encode(text))
 
 
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """What the user types, after which the input ends."""
+    left = iter(lines)
+
+    def next_line(_: object, prompt: str = "") -> str:
+        del prompt
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(Console, "input", next_line)
+
+
 @pytest.mark.wire
 async def test_once_prints_the_answer(tokenizer: Tokenizer) -> None:
     """The text as it came, and nothing else where no person looks."""
@@ -60,10 +76,12 @@ async def test_json_prints_the_whole_account(tokenizer: Tokenizer) -> None:
     """One object: text, token_ids, finish_reason, usage, seed, speculation."""
     num_prompt = len(tokenizer.encode(USER_TURN))
     async with served(tokenizer, script_after(tokenizer, num_prompt, "haiku")) as wire:
-        options = AnswerOptions(seed=5, temperature=0.0, max_tokens=20)
+        grammar = Grammar(GrammarKind.REGEX, "[a-z]+")
+        options = AnswerOptions(seed=5, temperature=0.0, max_tokens=20, grammar=grammar)
         printed = json.loads(await said(wire, once="hi", json_output=True, options=options))
         sent = wire.backend.requests[0]
     assert (sent.sampling.temperature, sent.stopping.max_tokens) == (0.0, 20)
+    assert sent.grammar == grammar
     assert printed == {
         "text": "haiku",
         "token_ids": [*tokenizer.encode("haiku"), EOS],
@@ -72,6 +90,7 @@ async def test_json_prints_the_whole_account(tokenizer: Tokenizer) -> None:
             "prompt_tokens": num_prompt,
             "completion_tokens": 6,
             "total_tokens": num_prompt + 6,
+            "cached_tokens": 0,
         },
         "seed": 5,
         "speculation": {"steps": 2, "drafted": 4, "accepted": 4},
@@ -97,16 +116,7 @@ async def test_a_conversation_is_remembered(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every turn sends all before it; the end of the input is the end."""
-    lines = iter(["hi", "", "more"])
-
-    def next_line(_: object, prompt: str = "") -> str:
-        del prompt
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr(Console, "input", next_line)
+    type_lines(monkeypatch, "hi", "", "more")
     num_prompt = len(tokenizer.encode(USER_TURN))
     async with served(tokenizer, script_after(tokenizer, num_prompt, "yes")) as wire:
         await said(wire, options=AnswerOptions(max_tokens=3))
@@ -116,6 +126,23 @@ async def test_a_conversation_is_remembered(
         *first.prompt_token_ids,
         *tokenizer.encode("yes"),
     )
+
+
+@pytest.mark.wire
+async def test_a_turn_that_fails_ends_a_pipe_but_no_conversation(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a terminal what was said is kept, and the next line is asked; a program hears of it."""
+    num_prompt = len(tokenizer.encode(USER_TURN))
+    async with served(tokenizer, script_after(tokenizer, num_prompt, "yes")) as wire:
+        terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=200)
+        type_lines(monkeypatch, "x" * 5000, "hi")
+        printed = await said(wire, terminal, options=AnswerOptions(max_tokens=3))
+        type_lines(monkeypatch, "x" * 5000, "hi")
+        with pytest.raises(DrafthouseError, match="INVALID_ARGUMENT"):
+            await said(wire)
+    assert "(INVALID_ARGUMENT: " in printed
+    assert "\nyes\n" in printed
 
 
 @pytest.mark.wire
@@ -154,7 +181,7 @@ async def test_what_the_server_refuses_is_one_line(tokenizer: Tokenizer) -> None
 
 def test_no_server_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address where nothing listens is named."""
-    monkeypatch.setattr(chat_module, "CONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "CONNECT_SECONDS", 0.05)
     with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:1"):
         chat("127.0.0.1:1", once="hi")
 
@@ -185,7 +212,7 @@ def test_every_character_has_its_tokens_origin(
             expected += [place < num_accepted] * token_id
         text = "x" * min(num_chars, len(expected) - len(seen))
         chunk = inference_pb2.GenerateChunk(
-            text=text, token_ids=token_ids, num_accepted=num_accepted
+            text=text, token_ids=token_ids, num_accepted=num_accepted, num_steps=1
         )
         for run, accepted in origins.split(chunk):
             seen += [accepted] * len(run)

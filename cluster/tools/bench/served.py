@@ -12,8 +12,10 @@ from pathlib import Path
 from grpc import aio
 
 from cluster.errors import TargetUnavailable
+from cluster.messages import TokenDelta
 from cluster.request import Request
-from cluster.tools.bench.decode import Run
+from cluster.tools.bench.figures import Wave
+from cluster.tools.bench.streams import Stream
 from protos import inference_pb2, inference_pb2_grpc
 
 READY = re.compile(r"ready grpc=(\S+) http=(\S+)")
@@ -21,12 +23,15 @@ START_SECONDS = 300
 
 
 @asynccontextmanager
-async def served(target: str, draft: str) -> AsyncIterator[str]:
-    """Start `drafthouse serve`, give its gRPC address, and end it on the way out."""
+async def served(target: str, draft: str, *more: str) -> AsyncIterator[str]:
+    """Start `drafthouse serve`, give its gRPC address, and end it on the way out.
+
+    `more` are further options of the command.
+    """
     command = Path(sys.executable).with_name("drafthouse")
     options = ("--target", target, "--draft", draft, "--grpc-port", "0", "--http-port", "0")
     server = await asyncio.create_subprocess_exec(
-        command, "serve", *options, stdout=asyncio.subprocess.PIPE
+        command, "serve", *options, *more, stdout=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(START_SECONDS):
@@ -45,26 +50,34 @@ async def _address(server: asyncio.subprocess.Process) -> str:
     raise TargetUnavailable("the server ended before it was ready")
 
 
-async def run_served(address: str, requests: Sequence[Request]) -> Run:
+async def run_served(address: str, requests: Sequence[Request]) -> Wave:
     """All requests at once, each a stream of its own on one channel."""
     async with aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         start = time.perf_counter()
-        runs = await asyncio.gather(*(_stream(stub, request) for request in requests))
-        seconds = time.perf_counter() - start
-    return Run(
-        num_tokens=sum(run.num_tokens for run in runs),
-        seconds=seconds,
-        num_steps=sum(run.num_steps for run in runs),
-    )
+        streams = [Stream(start) for _ in requests]
+        await asyncio.gather(
+            *(
+                stream.follow(deltas(stub, _message(request)))
+                for stream, request in zip(streams, requests, strict=True)
+            )
+        )
+        return Wave(tuple(streams), time.perf_counter() - start)
 
 
-async def _stream(stub: inference_pb2_grpc.InferenceStub, request: Request) -> Run:
-    num_tokens = num_steps = 0
-    async for chunk in stub.GenerateStream(_message(request)):
-        num_tokens += len(chunk.token_ids)
-        num_steps += bool(chunk.token_ids)
-    return Run(num_tokens, 0.0, num_steps)
+async def deltas(
+    stub: inference_pb2_grpc.InferenceStub,
+    message: inference_pb2.GenerateRequest,
+    metadata: Sequence[tuple[str, str]] = (),
+) -> AsyncIterator[TokenDelta]:
+    """What comes of a request for one answer; how much was drafted is in the last delta."""
+    async for chunk in stub.GenerateStream(message, metadata=metadata):
+        yield TokenDelta(
+            request_id=message.request_id,
+            token_ids=tuple(chunk.token_ids),
+            num_drafted=chunk.speculation.drafted,
+            num_accepted=chunk.num_accepted,
+        )
 
 
 def _message(request: Request) -> inference_pb2.GenerateRequest:

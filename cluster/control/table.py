@@ -1,0 +1,62 @@
+"""Numbers by sequence, in columns."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIRST_CAPACITY = 16
+
+
+class SequenceTable:
+    """One row a sequence, one array a column, so that a step's sequences are read at once.
+
+    A new sequence's row is a copy of `initial`, whose entries may be replaced (never reshaped).
+    """
+
+    def __init__(self, **initial: NDArray[Any]) -> None:
+        self.initial = initial
+        self._rows: dict[int, int] = {}
+        self._free: list[int] = list(range(FIRST_CAPACITY))
+        self._columns = {
+            name: np.repeat(value[None], FIRST_CAPACITY, axis=0) for name, value in initial.items()
+        }
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._rows
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """A whole column, to be read and written at `rows`."""
+        return self._columns[name]
+
+    def rows(self, seq_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Where these sequences are; whoever is new gets a row."""
+        known = self._rows
+        try:
+            return np.array([known[seq_id] for seq_id in seq_ids], dtype=np.int64)
+        except KeyError:
+            for seq_id in seq_ids:
+                if seq_id not in known:
+                    self._add(seq_id)
+            return np.array([known[seq_id] for seq_id in seq_ids], dtype=np.int64)
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Free their rows; ids without one are ignored."""
+        for seq_id in seq_ids:
+            row = self._rows.pop(seq_id, None)
+            if row is not None:
+                self._free.append(row)
+
+    def _add(self, seq_id: int) -> None:
+        if not self._free:
+            size = len(self._rows)
+            self._free.extend(range(size, 2 * size))
+            for name, column in self._columns.items():
+                self._columns[name] = np.concatenate([column, column])
+        row = self._rows[seq_id] = self._free.pop()
+        for name, value in self.initial.items():
+            self._columns[name][row] = value

@@ -1,0 +1,97 @@
+"""How fast an engine is: what its steps last and bring, seen from outside of them."""
+
+import math
+import time
+from collections.abc import Callable
+
+MEMORY_STEPS = 100  # over which what a step costs is forgotten
+RECENT_SECONDS = 3.0  # over which a rate is
+MEMORY_ANSWERS = 50
+LEAST_SPREAD = 0.25  # of the rows' variance, below which a row's own cost cannot be told
+
+
+class Rate:
+    """Events a second, lately. `clock` gives seconds that never go back."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._born = self._counted_at = clock()
+        self._count = 0.0
+
+    def add(self, number: float) -> None:
+        """So many more, now."""
+        self._count = self._faded() + number
+        self._counted_at = self._clock()
+
+    @property
+    def per_second(self) -> float:
+        """The rate; silence makes it fall."""
+        age = self._clock() - self._born
+        return self._faded() / (RECENT_SECONDS * -math.expm1(-max(age, 0.1) / RECENT_SECONDS))
+
+    def _faded(self) -> float:
+        return self._count * math.exp((self._counted_at - self._clock()) / RECENT_SECONDS)
+
+
+class Pace:
+    """A line through the steps' rows and seconds, and the rates of what they brought."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tokens = Rate(clock)
+        self.drafted = Rate(clock)
+        self.accepted = Rate(clock)
+        self.step_seconds = 0.0
+        self.tokens_per_step = 0.0
+        self.answer_tokens = 0.0
+        self._weight = 0.0
+        self._rows = 0.0
+        self._seconds = 0.0
+        self._rows_squared = 0.0
+        self._product = 0.0
+
+    def observe_step(self, *, num_rows: int, seconds: float) -> None:
+        """A step of so many rows, drafts included, took so long."""
+        keep = 1 - 1 / MEMORY_STEPS
+        self._weight = keep * self._weight + 1
+        self._rows = keep * self._rows + num_rows
+        self._seconds = keep * self._seconds + seconds
+        self._rows_squared = keep * self._rows_squared + num_rows**2
+        self._product = keep * self._product + num_rows * seconds
+        self.step_seconds = _towards(self.step_seconds, seconds, 0.1)
+
+    def observe_tokens(
+        self, *, num_sequences: int, num_tokens: int, num_drafted: int, num_accepted: int
+    ) -> None:
+        """A step brought so many sequences tokens."""
+        self.tokens.add(num_tokens)
+        self.drafted.add(num_drafted)
+        self.accepted.add(num_accepted)
+        if num_sequences:
+            self.tokens_per_step = _towards(self.tokens_per_step, num_tokens / num_sequences, 0.05)
+
+    def observe_answer(self, num_tokens: int) -> None:
+        """An answer ended by itself."""
+        self.answer_tokens = _towards(self.answer_tokens, num_tokens, 1 / MEMORY_ANSWERS)
+
+    @property
+    def row_seconds(self) -> float:
+        """What one more row adds to a step; 0 while steps were all alike."""
+        if not self._weight:
+            return 0.0
+        spread = self._rows_squared - self._rows**2 / self._weight
+        if spread < LEAST_SPREAD * self._weight:
+            return 0.0
+        slope = (self._product - self._rows * self._seconds / self._weight) / spread
+        return min(max(slope, 0.0), self._seconds / self._rows)
+
+    @property
+    def base_seconds(self) -> float:
+        """What a step takes beyond its rows."""
+        if not self._weight:
+            return 0.0
+        return max((self._seconds - self._rows * self.row_seconds) / self._weight, 0.0)
+
+
+def _towards(mean: float, value: float, rate: float) -> float:
+    """A running mean, which begins with the first value."""
+    return value if not mean else mean + rate * (value - mean)

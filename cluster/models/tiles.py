@@ -1,0 +1,397 @@
+"""The innermost pieces of the compiled kernels, in vectors: what a compiler would not find alone.
+
+Each is made of LLVM's own instructions and takes addresses, in bytes, as integers. A value of a
+result is summed in one order, whatever is computed beside it.
+
+    tile   rows times a block of packed weights: every accumulator stays in a register, and weights
+           stream by once for all rows, so that eight rows cost little more than one
+    dot    two runs of numbers
+    dots   some runs with many: queries and their keys
+    weigh  weighted sums of many runs: the queries' values
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+Builder = Any  # llvmlite has no types
+Value = Any
+
+IS_WIDE = bool(binding.get_host_cpu_features().get("avx512f"))
+LANES = 16 if IS_WIDE else 8
+VECTORS = 2  # side by side in a block
+BLOCK = LANES * VECTORS  # outputs of a block of packed weights
+MOST_ROWS = 12 if IS_WIDE else 6  # of a tile: as many as leave registers for weights and inputs
+MOST_VECTORS = 16 if IS_WIDE else 8  # of all queries that are looked at together
+MOST_HEADS = 4
+AHEAD_BYTES = 4096  # of weights, fetched before their turn
+
+INT64, INT32, INT8, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType()
+VECTOR = ir.VectorType(FLOAT, LANES)
+BYTES = ir.PointerType(INT8)
+
+
+@intrinsic
+def tile(
+    context: Any,
+    num_rows: Any,
+    x: Any,
+    ldx: Any,
+    weights: Any,
+    num_inputs: Any,
+    out: Any,
+    ldout: Any,
+) -> Any:
+    """Up to MOST_ROWS rows times one block of `[num_inputs, BLOCK]` float32 weights.
+
+    Rows of `x` lie `ldx` numbers apart, those of `out` `ldout`.
+    """
+    del context
+    arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout)
+    return types.void(*arguments), _tile_of(int8=False)
+
+
+@intrinsic
+def int8_tile(
+    context: Any,
+    num_rows: Any,
+    x: Any,
+    ldx: Any,
+    weights: Any,
+    num_inputs: Any,
+    out: Any,
+    ldout: Any,
+) -> Any:
+    """The same of int8 weights, each taken for the number that it is."""
+    del context
+    arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout)
+    return types.void(*arguments), _tile_of(int8=True)
+
+
+def _tile_of(*, int8: bool) -> Callable[..., Value]:
+    def generate(context: Any, builder: Builder, _: Any, arguments: list[Value]) -> Value:
+        num_rows, *others = arguments
+        counts = range(1, MOST_ROWS + 1)
+        _switch(
+            builder,
+            num_rows,
+            {each: partial(_tile, builder, others, num_rows=each, int8=int8) for each in counts},
+        )
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _tile(builder: Builder, arguments: list[Value], *, num_rows: int, int8: bool) -> None:
+    x, ldx, weights, num_inputs, out, ldout = arguments
+    size = 1 if int8 else 4
+    ahead_bytes = INT64(AHEAD_BYTES)
+    rows = [_at(builder, x, builder.mul(ldx, INT64(row)), 4) for row in range(num_rows)]
+
+    def accumulate(k: Value, sums: list[Value]) -> list[Value]:
+        first = builder.mul(k, INT64(BLOCK))
+        block = []
+        for vector in range(VECTORS):
+            offset = INT64(vector * LANES)
+            place = _at(builder, weights, builder.add(first, offset), size)
+            if not int8 or not vector:  # one line of the cache at a time
+                _prefetch(builder, builder.add(place, ahead_bytes))
+            block.append(_levels(builder, place) if int8 else _load(builder, place, VECTOR))
+        inputs = [_spread(builder, _load(builder, _at(builder, row, k, 4), FLOAT)) for row in rows]
+        pairs = [(number, weight) for number in inputs for weight in block]
+        return [
+            _fma(builder, number, weight, total)
+            for (number, weight), total in zip(pairs, sums, strict=True)
+        ]
+
+    zeros = [ir.Constant(VECTOR, [0.0] * LANES)] * (num_rows * VECTORS)
+    totals = _loop(builder, num_inputs, zeros, accumulate)
+    for index, total in enumerate(totals):
+        row, vector = divmod(index, VECTORS)
+        offset = builder.add(builder.mul(ldout, INT64(row)), INT64(vector * LANES))
+        store = builder.store(total, _pointer(builder, _at(builder, out, offset, 4), VECTOR))
+        store.align = 4
+
+
+@intrinsic
+def floats(context: Any, address: Any) -> Any:
+    """A pointer to the float32 numbers at an address."""
+    del context
+
+    return types.CPointer(types.float32)(address), _pointer_to(FLOAT)
+
+
+@intrinsic
+def integers(context: Any, address: Any) -> Any:
+    """A pointer to the int64 numbers at an address."""
+    del context
+
+    return types.CPointer(types.int64)(address), _pointer_to(INT64)
+
+
+def _pointer_to(kind: Any) -> Callable[..., Value]:
+    def generate(_: Any, builder: Builder, __: Any, arguments: list[Value]) -> Value:
+        return _pointer(builder, arguments[0], kind)
+
+    return generate
+
+
+@intrinsic
+def power_of_two(context: Any, exponent: Any) -> Any:
+    """Take 2 to an int32 of -126 to 127, as float32, of its bits."""
+    del context
+
+    def generate(_: Any, builder: Builder, __: Any, arguments: list[Value]) -> Value:
+        biased = builder.add(arguments[0], INT32(127))
+        return builder.bitcast(builder.shl(biased, INT32(23)), FLOAT)
+
+    return types.float32(exponent), generate
+
+
+@intrinsic
+def dots(
+    context: Any,
+    num_heads: Any,
+    num_vectors: Any,
+    queries: Any,
+    places: Any,
+    num: Any,
+    out: Any,
+    apart: Any,
+) -> Any:
+    """Some queries' products with each of `num` runs, whose addresses are at `places`.
+
+    All have `num_vectors` times LANES numbers; queries lie one after another. The products of one
+    begin `apart` numbers after those of the one before.
+    """
+    del context
+
+    def generate(context: Any, builder: Builder, _: Any, arguments: list[Value]) -> Value:
+        num_heads, num_vectors, queries, places, num, out, apart = arguments
+
+        def of_size(heads: int, vectors: int) -> None:
+            offsets = [INT64(4 * LANES * vector) for vector in range(vectors)]
+            numbers = [
+                [
+                    _load(builder, builder.add(queries, INT64(4 * LANES * at)), VECTOR)
+                    for at in range(head * vectors, (head + 1) * vectors)
+                ]
+                for head in range(heads)
+            ]
+
+            def one(index: Value, _: list[Value]) -> list[Value]:
+                place = _load(builder, _at(builder, places, index, 8), INT64, align=8)
+                totals = [ir.Constant(VECTOR, [0.0] * LANES)] * heads
+                for vector, offset in enumerate(offsets):
+                    key = _load(builder, builder.add(place, offset), VECTOR)
+                    totals = [
+                        _fma(builder, query[vector], key, total)
+                        for query, total in zip(numbers, totals, strict=True)
+                    ]
+                for head, total in enumerate(totals):
+                    at = builder.add(index, builder.mul(apart, INT64(head)))
+                    place = _pointer(builder, _at(builder, out, at, 4), FLOAT)
+                    builder.store(_sum(builder, total), place).align = 4
+                return []
+
+            _loop(builder, num, [], one)
+
+        _by_size(builder, num_heads, num_vectors, of_size)
+        return context.get_dummy_value()
+
+    return types.void(num_heads, num_vectors, queries, places, num, out, apart), generate
+
+
+@intrinsic
+def weigh(
+    context: Any,
+    num_heads: Any,
+    num_vectors: Any,
+    weights: Any,
+    apart: Any,
+    places: Any,
+    offset: Any,
+    num: Any,
+    out: Any,
+) -> Any:
+    """Add to some sums the same `num` runs, each times weights of its own.
+
+    Runs begin `offset` bytes after what is at `places`; all have `num_vectors` times LANES numbers.
+    The weights of a sum begin `apart` numbers after those of the one before; sums lie one after
+    another.
+    """
+    del context
+
+    def generate(context: Any, builder: Builder, _: Any, arguments: list[Value]) -> Value:
+        num_heads, num_vectors, weights, apart, places, offset, num, out = arguments
+
+        def of_size(heads: int, vectors: int) -> None:
+            def one(index: Value, sums: list[Value]) -> list[Value]:
+                place = _load(builder, _at(builder, places, index, 8), INT64, align=8)
+                place = builder.add(place, offset)
+                values = [
+                    _load(builder, builder.add(place, INT64(4 * LANES * vector)), VECTOR)
+                    for vector in range(vectors)
+                ]
+                after = []
+                for head in range(heads):
+                    at = builder.add(index, builder.mul(apart, INT64(head)))
+                    weight = _spread(builder, _load(builder, _at(builder, weights, at, 4), FLOAT))
+                    own = sums[head * vectors : (head + 1) * vectors]
+                    after += [
+                        _fma(builder, weight, value, total)
+                        for value, total in zip(values, own, strict=True)
+                    ]
+                return after
+
+            sums = [builder.add(out, INT64(4 * LANES * at)) for at in range(heads * vectors)]
+            before = [_load(builder, place, VECTOR) for place in sums]
+            for place, total in zip(sums, _loop(builder, num, before, one), strict=True):
+                builder.store(total, _pointer(builder, place, VECTOR)).align = 4
+
+        _by_size(builder, num_heads, num_vectors, of_size)
+        return context.get_dummy_value()
+
+    return types.void(num_heads, num_vectors, weights, apart, places, offset, num, out), generate
+
+
+@intrinsic
+def dot(context: Any, x: Any, y: Any, num: Any) -> Any:
+    """`dot(x, y, num)`: the sum of products of two runs of `num` float32 numbers."""
+    del context
+
+    def generate(_: Any, builder: Builder, __: Any, arguments: list[Value]) -> Value:
+        x, y, num = arguments
+
+        def whole(index: Value, sums: list[Value]) -> list[Value]:
+            first = builder.mul(index, INT64(LANES))
+            left, right = (_load(builder, _at(builder, run, first, 4), VECTOR) for run in (x, y))
+            return [_fma(builder, left, right, sums[0])]
+
+        num_whole = builder.udiv(num, INT64(LANES))
+        [total] = _loop(builder, num_whole, [ir.Constant(VECTOR, [0.0] * LANES)], whole)
+        begin = builder.mul(num_whole, INT64(LANES))
+
+        def rest(index: Value, sums: list[Value]) -> list[Value]:
+            at = builder.add(begin, index)
+            left, right = (_load(builder, _at(builder, run, at, 4), FLOAT) for run in (x, y))
+            return [builder.fadd(sums[0], builder.fmul(left, right))]
+
+        [result] = _loop(builder, builder.sub(num, begin), [_sum(builder, total)], rest)
+        return result
+
+    return types.float32(x, y, num), generate
+
+
+def _switch(builder: Builder, key: Value, cases: Mapping[int, Callable[[], None]]) -> None:
+    """What is generated for each key, of which that of the key at hand is run."""
+    done = builder.append_basic_block("done")
+    choice = builder.switch(key, done)
+    for number, generate in cases.items():
+        case = builder.append_basic_block(f"case{number}")
+        choice.add_case(INT64(number), case)
+        builder.position_at_end(case)
+        generate()
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def _by_size(
+    builder: Builder, heads: Value, vectors: Value, generate: Callable[[int, int], None]
+) -> None:
+    """One case for each number of heads and of vectors that registers hold."""
+    cases = {
+        num_vectors * (MOST_HEADS + 1) + num_heads: partial(generate, num_heads, num_vectors)
+        for num_vectors in range(1, MOST_VECTORS + 1)
+        for num_heads in range(1, min(MOST_HEADS, MOST_VECTORS // num_vectors) + 1)
+    }
+    key = builder.add(builder.mul(vectors, INT64(MOST_HEADS + 1)), heads)
+    _switch(builder, key, cases)
+
+
+def _loop(
+    builder: Builder,
+    count: Value,
+    values: list[Value],
+    body: Callable[[Value, list[Value]], list[Value]],
+) -> list[Value]:
+    """Carry the values through `count` rounds, which may be none."""
+    before = builder.block
+    loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed(">", count, INT64(0)), loop, done)
+    builder.position_at_end(loop)
+    index = builder.phi(INT64)
+    carried = [builder.phi(value.type) for value in values]
+    after = body(index, carried)
+    following = builder.add(index, INT64(1))
+    index.add_incoming(INT64(0), before)
+    index.add_incoming(following, loop)
+    for phi, value, result in zip(carried, values, after, strict=True):
+        phi.add_incoming(value, before)
+        phi.add_incoming(result, loop)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+    builder.position_at_end(done)
+    results = [builder.phi(value.type) for value in values]
+    for phi, value, result in zip(results, values, after, strict=True):
+        phi.add_incoming(value, before)
+        phi.add_incoming(result, loop)
+    return results
+
+
+def _sum(builder: Builder, vector: Value) -> Value:
+    """All lanes, halves added to one another time and again."""
+    undefined, half = ir.Constant(VECTOR, ir.Undefined), LANES // 2
+    while half:
+        order = [(lane + half) % LANES for lane in range(LANES)]
+        mask = ir.Constant(ir.VectorType(INT32, LANES), order)
+        vector = builder.fadd(vector, builder.shuffle_vector(vector, undefined, mask))
+        half //= 2
+    return builder.extract_element(vector, INT32(0))
+
+
+def _at(builder: Builder, address: Value, index: Value, size: int) -> Value:
+    """The address of an element of `size` bytes."""
+    return builder.add(address, builder.mul(index, INT64(size)))
+
+
+def _pointer(builder: Builder, address: Value, kind: Any) -> Value:
+    return builder.inttoptr(address, ir.PointerType(kind))
+
+
+def _load(builder: Builder, address: Value, kind: Any, align: int = 4) -> Value:
+    value = builder.load(_pointer(builder, address, kind))
+    value.align = align
+    return value
+
+
+def _levels(builder: Builder, address: Value) -> Value:
+    """A vector of int8 levels, as float32."""
+    levels = _load(builder, address, ir.VectorType(INT8, LANES), align=1)
+    return builder.sitofp(builder.sext(levels, ir.VectorType(INT32, LANES)), VECTOR)
+
+
+def _spread(builder: Builder, number: Value) -> Value:
+    """The number in every lane."""
+    undefined = ir.Constant(VECTOR, ir.Undefined)
+    one = builder.insert_element(undefined, number, INT32(0))
+    mask = ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES)
+    return builder.shuffle_vector(one, undefined, mask)
+
+
+def _fma(builder: Builder, left: Value, right: Value, total: Value) -> Value:
+    """Add left * right to total, rounded once."""
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return builder.call(fma, [left, right, total])
+
+
+def _prefetch(builder: Builder, address: Value) -> None:
+    """Fetch a line of the cache that will be read."""
+    kind = ir.FunctionType(ir.VoidType(), [BYTES, INT32, INT32, INT32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(prefetch, [_pointer(builder, address, INT8), INT32(0), INT32(3), INT32(1)])

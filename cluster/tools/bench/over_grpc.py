@@ -1,0 +1,90 @@
+"""The same requests to a whole cluster over gRPC and to the engine in process, in turn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rich.table import Table
+
+from cluster.request import Request
+from cluster.tools.bench.engine import EnginePlan, in_turn, target_config
+from cluster.tools.bench.figures import Rounds, Wave, median_ratio
+from cluster.tools.bench.lanes import Lane, Variant, open_lab
+from cluster.tools.bench.progress import Report
+from cluster.tools.bench.served import run_served, served
+
+IN_PROCESS = Variant("float32", "ngram", 4)
+OVER_GRPC = replace(IN_PROCESS, draft="ngram over gRPC")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRow:
+    """Both ways at one number of requests at once."""
+
+    concurrency: int
+    over_grpc: Rounds
+    in_process: Rounds
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per second over gRPC over those in process."""
+        return median_ratio(self.over_grpc.rates, self.in_process.rates)
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "concurrency": self.concurrency,
+            "tokens_per_second": self.over_grpc.rate,
+            "in_process_tokens_per_second": self.in_process.rate,
+            "ratio": self.ratio,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ServedReport:
+    """A row for each number of requests at once."""
+
+    rows: tuple[ServedRow, ...]
+
+    def as_json(self) -> list[dict[str, object]]:
+        """Plain data."""
+        return [row.as_json() for row in self.rows]
+
+    def __rich__(self) -> Table:
+        table = Table(title="Tokens per second", title_justify="left")
+        for heading in ("at once", "over gRPC", "in process", "ratio"):
+            table.add_column(heading, justify="right")
+        for row in self.rows:
+            table.add_row(
+                str(row.concurrency),
+                f"{row.over_grpc.rate:.1f}",
+                f"{row.in_process.rate:.1f}",
+                f"{row.ratio:.2f}x",
+            )
+        return table
+
+
+async def bench_served(plan: EnginePlan, *, report: Report) -> ServedReport:
+    """A server of its own and an engine here, both with IN_PROCESS, at the plan's concurrencies.
+
+    Both may find prompts in their caches. Raises ConfigurationError.
+    """
+    prompts = plan.prompts()
+    number = str(IN_PROCESS.num_speculative_tokens)
+    rows = []
+    async with (
+        served(plan.target, IN_PROCESS.draft, "--num-speculative-tokens", number) as address,
+        open_lab(target_config(plan, prompts)) as lab,
+        lab.lane(IN_PROCESS) as lane,
+    ):
+        runs = {OVER_GRPC: partial(run_served, address), IN_PROCESS: partial(_run_unsalted, lane)}
+        for concurrency in dict.fromkeys(plan.concurrencies):
+            asked = prompts[: plan.num_asked(concurrency)]
+            rounds = await in_turn(plan, runs, asked, concurrency, report=report)
+            rows.append(ServedRow(concurrency, rounds[OVER_GRPC], rounds[IN_PROCESS]))
+    return ServedReport(tuple(rows))
+
+
+async def _run_unsalted(lane: Lane, requests: Sequence[Request]) -> Wave:
+    """Without cache salts, which the wire does not carry."""
+    return await lane.run([replace(request, cache_salt="") for request in requests])

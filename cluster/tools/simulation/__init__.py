@@ -1,0 +1,1 @@
+"""Policies against worlds whose truth is known."""
