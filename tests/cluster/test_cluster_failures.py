@@ -113,15 +113,20 @@ def log_lines(cluster: Nodes, words: str) -> int:
 async def test_two_engines_and_a_draft_worker_say_what_one_engine_says(
     served: Served, expected: list[Answer]
 ) -> None:
-    """Spread over nodes: the same tokens, on both engines, with drafts."""
-    await same(served, expected)
-    tokens = [
-        value
-        for labels, value in served.metrics()["drafthouse_engine_tokens_total"].items()
-        if dict(labels)["process"] == "target"
-    ]
-    assert len(tokens) == 2
-    assert all(value > NUM_TOKENS for value in tokens)
+    """Spread over nodes: the same tokens, on both engines, with drafts.
+
+    An engine that was slow at first gets little until the other has no place left.
+    """
+
+    def emitted() -> list[float]:
+        series = served.metrics()["drafthouse_engine_tokens_total"]
+        return [count for labels, count in series.items() if ("process", "target") in labels]
+
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not all(emitted()):
+        assert time.monotonic() < end, "an engine is never asked"
+        await same(served, expected)
+    assert len(emitted()) == 2
 
 
 async def test_x78_overload_is_refused_with_a_delay_and_hurts_nobody_else(
