@@ -141,7 +141,7 @@ def build_engine(
         config,
         target=target,
         drafter=drafter,
-        vocab_size=worker.vocab_size,
+        spec=load_spec(folder),
         eos_token_ids=load_generation_defaults(folder).eos_token_ids,
         registry=registry,
         policy=build_policy(config, drafter, worker=worker, folder=folder, registry=registry),
@@ -172,7 +172,7 @@ def stand_engine(
     *,
     target: Target,
     drafter: Drafter,
-    vocab_size: int,
+    spec: ModelSpec,
     eos_token_ids: frozenset[int],
     registry: CollectorRegistry,
     policy: Policy,
@@ -182,7 +182,7 @@ def stand_engine(
         target=target,
         drafter=drafter,
         policy=policy,
-        limits=engine_limits(config, vocab_size=vocab_size),
+        limits=engine_limits(config, spec),
         eos_token_ids=eos_token_ids,
         metrics=EngineMetrics(
             registry,
@@ -242,11 +242,12 @@ def check_context(config: TargetConfig, spec: ModelSpec) -> None:
         )
 
 
-def engine_limits(config: DrafthouseConfig, *, vocab_size: int) -> EngineLimits:
-    """The engine's sizes, from the configuration."""
+def engine_limits(config: DrafthouseConfig, spec: ModelSpec) -> EngineLimits:
+    """The engine's sizes, from the configuration and the model."""
     target = config.target
     return EngineLimits(
-        vocab_size=vocab_size,
+        vocab_size=spec.vocab_size,
+        keys_per_row=spec.keys_per_row,
         max_model_len=target.max_model_len,
         max_num_seqs=target.max_num_seqs,
         max_num_batched_tokens=target.max_num_batched_tokens,

@@ -24,11 +24,12 @@ NodeHandle: TypeAlias = Any  # Ray's own class, without types
 NODE_CPUS = 4  # that Ray may count with
 STORE_BYTES = 80 * 2**20
 PORT_SECONDS = 5.0
-HEALTH = {  # a node that is gone is noticed in about two seconds
+SYSTEM = {  # a node that is gone is noticed in about two seconds; without the head others live on
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
     "health_check_initial_delay_ms": 0,
+    "gcs_rpc_server_reconnect_timeout_s": 600,
 }
 
 
@@ -43,7 +44,7 @@ class Machine:
                 "resources": {"head": 1},
                 "object_store_memory": STORE_BYTES,
                 "include_dashboard": False,
-                "_system_config": HEALTH,
+                "_system_config": SYSTEM,
             },
         )
         self.address: str = self._cluster.address

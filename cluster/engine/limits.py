@@ -1,5 +1,6 @@
 """How much one engine holds and runs at once."""
 
+import math
 from dataclasses import dataclass
 
 from cluster.errors import ConfigurationError
@@ -13,6 +14,7 @@ class EngineLimits:
     `max_model_len` a block is one slot for one sequence. Raises ConfigurationError when the
     blocks cannot hold one full context, or a size leaves no room to work.
 
+    `keys_per_row` is how many keys cost as much as a row does without any.
     `prefix_cache` has settled blocks serve later requests. See `scheduler` for the rest.
     """
 
@@ -25,6 +27,7 @@ class EngineLimits:
     num_blocks: int
     draft_deadline_seconds: float
     max_prompt_rows_beside_decodes: int = 24
+    keys_per_row: int = 1024
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -37,3 +40,12 @@ class EngineLimits:
                 f"num_blocks: {self.num_blocks} blocks of {self.block_size} tokens cannot hold "
                 f"one context of {self.max_model_len}"
             )
+
+    def prompt_cost(self, num_rows: int, position: int) -> float:
+        """What so many rows of a prompt from `position` on cost, in rows that see no keys."""
+        return num_rows * (1 + (position + (num_rows - 1) / 2) / self.keys_per_row)
+
+    def prompt_rows(self, cost: float, position: int) -> int:
+        """The most rows from `position` on that cost no more than that."""
+        keys = position + self.keys_per_row - 0.5
+        return int(math.sqrt(keys * keys + 2 * self.keys_per_row * cost) - keys + 1e-6)

@@ -6,10 +6,11 @@ A step's budget of `max_num_batched_tokens` rows is spent in this order:
    no more sequences run than it has rows.
 2. Prompts: those under way and newly admitted ones, in the order of rank, each as far as it goes.
    They leave drafts up to half of what is left, and drafts leave them the other half. Beside
-   sequences that decode, all prompts together have at most `max_prompt_rows_beside_decodes` rows,
-   so that a long prompt makes a step longer by a bounded time, and running streams go on. When
-   nothing decodes the whole budget is theirs. What a preempted sequence computes again counts as
-   a prompt, too.
+   sequences that decode, all prompts together have rows that cost no more than the first
+   `max_prompt_rows_beside_decodes` of a prompt (a row costs more the more keys it sees), so that a
+   long prompt makes a step longer by a bounded time, and running streams go on. When nothing
+   decodes the whole budget is theirs. What a preempted sequence computes again counts as a prompt,
+   too.
 3. Drafts.
 
 Within one priority the tenants that wait are let in by their weights; see `shares`.
@@ -30,6 +31,7 @@ computed again, as far as its blocks were needed meanwhile. The highest in rank 
 so somebody always gets to the end.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -136,9 +138,10 @@ class Scheduler:
         left = self._limits.max_num_batched_tokens - len(rows)
         wanted = self._wanted_drafts(policy, tuple(rows), urgency)
         prompt_rows = left - min(sum(wanted.values()), left // 2)
-        if rows:
-            prompt_rows = min(prompt_rows, self._limits.max_prompt_rows_beside_decodes)
-        left -= self._fill_prompts(rows, prompt_rows)
+        cost = self._limits.prompt_cost(self._limits.max_prompt_rows_beside_decodes, 0)
+        if not rows:
+            cost = math.inf
+        left -= self._fill_prompts(rows, prompt_rows, cost)
         for sequence, num_rows in rows.items():
             self.shares.charge(sequence.request.tenant, num_rows)
         sizes = self._size_drafts(wanted, left)
@@ -236,8 +239,11 @@ class Scheduler:
                 wanted[sequence] = num_wanted
         return wanted
 
-    def _fill_prompts(self, rows: dict[Sequence, int], budget: int) -> int:
-        """Give prompts their rows, and admit whoever is next for some; how many rows it took."""
+    def _fill_prompts(self, rows: dict[Sequence, int], budget: int, cost: float) -> int:
+        """Give prompts their rows, and admit whoever is next for some; how many rows it took.
+
+        Together they cost at most `cost`, or are a single row.
+        """
         left = budget
         under_way = sorted((s for s in self.running if s not in rows), key=self._rank, reverse=True)
         first = self.waiting.first(self._step_id)
@@ -254,8 +260,16 @@ class Scheduler:
                 sequence = under_way.pop()
             else:
                 break
-            rows[sequence] = min(sequence.num_uncomputed_tokens, left)
-            left -= rows[sequence]
+            num_rows = min(sequence.num_uncomputed_tokens, left)
+            position = sequence.num_computed_tokens
+            if cost < math.inf:
+                affordable = self._limits.prompt_rows(cost, position)
+                num_rows = min(num_rows, max(affordable, int(left == budget)))
+                cost -= self._limits.prompt_cost(num_rows, position)
+            if not num_rows:
+                break
+            rows[sequence] = num_rows
+            left -= num_rows
         return budget - left
 
     def _has_room(self, sequence: Sequence, *, without: Collection[Sequence] = ()) -> bool:

@@ -9,6 +9,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from cluster.errors import ConfigurationError, UnsupportedArchitecture, UnsupportedFeature
 
+ATTENTION_COST = 4.0  # of a product with a key or a value, in products with a weight
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
@@ -42,6 +44,15 @@ class ModelSpec:
     output_bias: bool
     qk_norm: bool
     tied_head: bool
+
+    @property
+    def keys_per_row(self) -> int:
+        """Keys that a row looks at in the time that its products with all weights take."""
+        per_key = 2 * self.num_layers * self.num_heads * self.head_dim
+        heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        per_layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        products = self.num_layers * per_layer + self.hidden_size * self.vocab_size
+        return max(int(products / per_key / ATTENTION_COST), 1)
 
 
 @dataclass(frozen=True, slots=True)

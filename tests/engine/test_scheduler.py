@@ -141,32 +141,50 @@ def test_a_sequence_is_admitted_only_when_its_whole_prompt_has_blocks() -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_x55_a_long_prompt_makes_the_steps_of_streams_longer_by_a_bound(k: int) -> None:
-    """Eight decode when 4,000 tokens arrive: never more than 24 prompt rows beside them.
+    """Eight decode when 4,000 tokens arrive: beside them the prompt has what 24 first rows cost.
 
-    A step of 8 rows takes about 50 ms on a CPU, each further row 1.5, and at 4,000 keys twice as
-    much: so less than threefold. The prompt goes on in every step, and the streams skip none.
+    It goes on in every step, the streams skip none, and it takes as many steps as that makes.
     """
     limits = plain_limits(max_model_len=4200, max_num_seqs=10, max_num_batched_tokens=512)
     play = Schedule(limits, k=k)
     for index in range(8):
         play.add(make_request([index], max_tokens=None))
     play.step()
-    normal = sum(num_rows + num_drafts for num_rows, num_drafts in play.step().values())
+    play.step()
+    most = limits.prompt_cost(limits.max_prompt_rows_beside_decodes, 0)
     long = play.add(make_request([i % 32 for i in range(4000)]))
     num_steps = 0
     while len(long.token_ids) == 4000:
+        before = long.num_computed_tokens
         turns = play.step()
         num_steps += 1
         assert all(turns[seq_id] == (1, k) for seq_id in range(1, 9))
-        total = sum(num_rows + num_drafts for num_rows, num_drafts in turns.values())
-        assert total <= normal + limits.max_prompt_rows_beside_decodes
-        assert 50 + 3 * (total - 8) < 3 * (50 + 1.5 * (normal - 8))
-    assert num_steps == 167
+        num_rows, _ = turns[long.seq_id]
+        assert num_rows >= 1
+        assert limits.prompt_cost(num_rows, before) <= most
+    assert num_steps < 1.15 * limits.prompt_cost(4000, 0) / most
+
+
+@given(
+    keys_per_row=st.integers(1, 10_000),
+    position=st.integers(0, 100_000),
+    cost=st.floats(1, 1000),
+)
+def test_prompt_rows_are_the_most_that_their_cost_allows(
+    keys_per_row: int, position: int, cost: float
+) -> None:
+    """One more would cost more."""
+    limits = plain_limits(keys_per_row=keys_per_row)
+    num_rows = limits.prompt_rows(cost, position)
+    assert limits.prompt_cost(num_rows, position) <= cost + 0.001
+    assert limits.prompt_cost(num_rows + 1, position) > cost - 0.001
 
 
 def test_prompts_share_what_they_have_beside_decodes_oldest_first() -> None:
     """Two prompts have 32 rows together, not each; with nothing decoding they have them all."""
-    limits = plain_limits(max_num_batched_tokens=64, max_prompt_rows_beside_decodes=32)
+    limits = plain_limits(
+        max_num_batched_tokens=64, max_prompt_rows_beside_decodes=32, keys_per_row=1_000_000
+    )
     play = Schedule(limits)
     play.add(make_request([1], max_tokens=3))
     play.step()

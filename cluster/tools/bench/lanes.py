@@ -40,7 +40,7 @@ from cluster.local_drafter import (
 )
 from cluster.messages import ExchangeInput, ExchangeOutput, Rule, StepInput, StepOutput
 from cluster.models.decoder import Decoder
-from cluster.models.load import load_decoder
+from cluster.models.load import load_decoder, load_spec
 from cluster.models.reference import load_generation_defaults, resolve
 from cluster.profiling.steps import measure_points
 from cluster.request import Request
@@ -149,7 +149,7 @@ class Lab:
             config,
             target=_ThreadTarget(self.call, worker, clock),
             drafter=drafter,
-            vocab_size=worker.vocab_size,
+            spec=load_spec(self.folder),
             eos_token_ids=load_generation_defaults(self.folder).eos_token_ids,
             registry=registry,
             policy=policy,
