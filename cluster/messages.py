@@ -5,7 +5,7 @@ engine -> drafter     ExchangeInput  drafter -> engine     ExchangeOutput
 gateway -> engine     Request        engine -> gateway     OutputBatch of TokenDelta
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
@@ -257,6 +257,8 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     traced_steps: tuple[TracedStep, ...] = ()  # those of its steps that were sampled for a trace
+    # When its tokens were, by the engine's wall clock.
+    emitted_at: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

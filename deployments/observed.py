@@ -22,10 +22,14 @@ ROOM = 0.5  # of an engine's places: with no more taken it has some to spare for
 
 
 class LoggedBackend:
-    """A backend of which each answer leaves one line, and whose lines all name their request."""
+    """A backend of which each answer leaves one line, and whose lines all name their request.
 
-    def __init__(self, backend: Backend) -> None:
+    Also counts how long tokens take from the engine until they are written.
+    """
+
+    def __init__(self, backend: Backend, metrics: GatewayMetrics) -> None:
         self._backend = backend
+        self._metrics = metrics
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """The backend's own deltas."""
@@ -42,6 +46,8 @@ class LoggedBackend:
                     num_accepted += delta.num_accepted
                     ended = delta.finish_reason or ended
                     yield delta
+                    if delta.emitted_at is not None:
+                        self._metrics.delivered(seconds=time.time() - delta.emitted_at)
         except Exception as error:
             ended = type(error).__name__
             raise
@@ -111,4 +117,4 @@ def observed(
             provider.get_tracer("drafthouse"),
             step_sample_ratio=settings.step_sample_ratio,
         )
-    return LoggedBackend(backend)
+    return LoggedBackend(backend, metrics)

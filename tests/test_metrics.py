@@ -21,6 +21,7 @@ PROMISED = [
     "queue_seconds_count",
     "time_to_first_token_seconds_count",
     "inter_token_seconds_count",
+    "delivery_seconds_count",
     "request_seconds_count",
     "prompt_tokens_total",
     "cached_prompt_tokens_total",

@@ -31,6 +31,7 @@ def joined(earlier: TokenDelta, later: TokenDelta) -> TokenDelta:
         finish_reason=later.finish_reason,
         error=later.error,
         traced_steps=earlier.traced_steps + later.traced_steps,
+        emitted_at=earlier.emitted_at or later.emitted_at,
     )
 
 

@@ -1,5 +1,6 @@
 """What a step's answers amount to: whether they can be believed, and what each request is told."""
 
+import time
 from collections.abc import Mapping
 
 from cluster.control.policy import Outcome
@@ -54,6 +55,7 @@ def advance(sequence: Sequence, draft: Draft, answer: SequenceTokens) -> TokenDe
         num_drafted=len(draft.token_ids),
         num_accepted=min(answer.num_accepted, num_emitted),
         finish_reason=sequence.finish_reason(),
+        emitted_at=time.time(),
     )
 
 

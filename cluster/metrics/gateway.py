@@ -9,6 +9,7 @@ from cluster.request import FinishReason
 
 MAX_TENANTS = 32  # that have series of their own
 NO_TENANT = "none"
+DELIVERY_BUCKETS = (0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.032, 0.064, 0.25, 1.0)
 OUTCOMES = (*FinishReason, "refused")
 KEY_FAILURES = ("missing", "unknown", "expired", "revoked")
 
@@ -74,6 +75,13 @@ class GatewayMetrics:
         self._probes = series.counter(
             "drafthouse_losslessness_probes", "Requests that were answered again without drafts."
         )
+        self._delivery = Histogram(
+            "drafthouse_delivery_seconds",
+            "From an engine's step to its tokens being written, by the two machines' clocks.",
+            ("model",),
+            buckets=DELIVERY_BUCKETS,
+            registry=registry,
+        ).labels(model=model)
         self._divergences = series.counter(
             "drafthouse_losslessness_divergences", "Probes whose answer was not the same."
         )
@@ -100,6 +108,10 @@ class GatewayMetrics:
     def failed_over(self) -> None:
         """Count a request that moved to another engine."""
         self._failovers.inc()
+
+    def delivered(self, *, seconds: float) -> None:
+        """Count that a step's tokens were written, so long after the engine had them."""
+        self._delivery.observe(max(seconds, 0.0))
 
     def probed(self, *, diverged: bool) -> None:
         """Count a losslessness probe."""

@@ -100,7 +100,9 @@ async def test_each_answer_leaves_one_line_and_no_text(lines: io.StringIO) -> No
         make_fake_target(limits), SiblingDrafter(FakeModel(limits.vocab_size)), limits=limits
     )
     info = ModelInfo(name="fake", max_model_len=64, vocab_size=32, drafters=())
-    backend = LoggedBackend(EngineBackend(engine, info))
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry, model="fake")
+    backend = LoggedBackend(EngineBackend(engine, info), metrics)
 
     async def answer(request: Request, most: int) -> None:
         deltas = backend.generate(request)
@@ -122,6 +124,9 @@ async def test_each_answer_leaves_one_line_and_no_text(lines: io.StringIO) -> No
     ]
     assert [told[name]["completion_tokens"] for name in ("whole", "closed", "refused")] == [9, 1, 0]
     assert told["whole"]["prompt_tokens"] == 1
+    delivered = registry.get_sample_value("drafthouse_delivery_seconds_sum", {"model": "fake"})
+    assert delivered is not None
+    assert 0 < delivered < 60
 
 
 @pytest.mark.wire
@@ -144,7 +149,7 @@ async def test_a_grpc_calls_trace_and_request_reach_whoever_answers(tmp_path: Pa
     )
     reader = RequestReader(info, tokenizer, GenerationDefaults(eos_token_ids=frozenset({2})))
     metrics = GatewayMetrics(CollectorRegistry(), model="fake")
-    service = InferenceService(LoggedBackend(Watching(engine, info)), reader, metrics)
+    service = InferenceService(LoggedBackend(Watching(engine, info), metrics), reader, metrics)
     async with running(engine):
         server, port = build_server(service, host="127.0.0.1", port=0, max_message_bytes=2**20)
         await server.start()

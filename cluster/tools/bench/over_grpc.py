@@ -1,6 +1,7 @@
 """The same requests to a whole cluster over gRPC and to the engine in process, in turn."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +14,8 @@ from cluster.tools.bench.lanes import Lane, Variant, open_lab
 from cluster.tools.bench.progress import Report
 from cluster.tools.bench.served import run_served, served
 
-IN_PROCESS = Variant("float32", "ngram", 4)
+NUM_DRAFTS = 4
+IN_PROCESS = Variant("float32", "ngram", NUM_DRAFTS)
 OVER_GRPC = replace(IN_PROCESS, draft="ngram over gRPC")
 
 
@@ -24,11 +26,23 @@ class ServedRow:
     concurrency: int
     over_grpc: Rounds
     in_process: Rounds
+    deliveries: Mapping[float, int]  # steps' tokens that were written within so many seconds
 
     @property
     def ratio(self) -> float:
         """Tokens per second over gRPC over those in process."""
         return median_ratio(self.over_grpc.rates, self.in_process.rates)
+
+    @property
+    def delivery_seconds(self) -> float:
+        """The median from the engine's step to its tokens being written, linear in its bucket."""
+        half = self.deliveries[math.inf] / 2
+        low, below = 0.0, 0
+        for bound, count in sorted(self.deliveries.items()):
+            if count >= half and bound < math.inf:
+                return low + (bound - low) * (half - below) / max(count - below, 1)
+            low, below = bound, count
+        return math.inf
 
     def as_json(self) -> dict[str, object]:
         """Plain data."""
@@ -37,6 +51,7 @@ class ServedRow:
             "tokens_per_second": self.over_grpc.rate,
             "in_process_tokens_per_second": self.in_process.rate,
             "ratio": self.ratio,
+            "delivery_seconds": self.delivery_seconds,
         }
 
 
@@ -52,7 +67,7 @@ class ServedReport:
 
     def __rich__(self) -> Table:
         table = Table(title="Tokens per second", title_justify="left")
-        for heading in ("at once", "over gRPC", "in process", "ratio"):
+        for heading in ("at once", "over gRPC", "in process", "ratio", "delivery"):
             table.add_column(heading, justify="right")
         for row in self.rows:
             table.add_row(
@@ -60,6 +75,7 @@ class ServedReport:
                 f"{row.over_grpc.rate:.1f}",
                 f"{row.in_process.rate:.1f}",
                 f"{row.ratio:.2f}x",
+                f"{row.delivery_seconds * 1000:.1f} ms",
             )
         return table
 
@@ -70,18 +86,22 @@ async def bench_served(plan: EnginePlan, *, report: Report) -> ServedReport:
     Both may find prompts in their caches. Raises ConfigurationError.
     """
     prompts = plan.prompts()
-    number = str(IN_PROCESS.num_speculative_tokens)
+    target = target_config(plan, prompts)
+    config = {"target": {"model": plan.target, "max_num_seqs": target.max_num_seqs}}
     rows = []
     async with (
-        served(plan.target, IN_PROCESS.draft, "--num-speculative-tokens", number) as address,
-        open_lab(target_config(plan, prompts)) as lab,
+        served(config, IN_PROCESS.draft, num_speculative_tokens=NUM_DRAFTS) as address,
+        open_lab(target) as lab,
         lab.lane(IN_PROCESS) as lane,
     ):
         runs = {OVER_GRPC: partial(run_served, address), IN_PROCESS: partial(_run_unsalted, lane)}
         for concurrency in dict.fromkeys(plan.concurrencies):
             asked = prompts[: plan.num_asked(concurrency)]
+            before = await address.deliveries()
             rounds = await in_turn(plan, runs, asked, concurrency, report=report)
-            rows.append(ServedRow(concurrency, rounds[OVER_GRPC], rounds[IN_PROCESS]))
+            after = await address.deliveries()
+            after.subtract(before)
+            rows.append(ServedRow(concurrency, rounds[OVER_GRPC], rounds[IN_PROCESS], after))
     return ServedReport(tuple(rows))
 
 

@@ -5,11 +5,17 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import yaml
 from grpc import aio
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import TargetUnavailable
 from cluster.messages import TokenDelta
@@ -22,16 +28,48 @@ READY = re.compile(r"ready grpc=(\S+) http=(\S+)")
 START_SECONDS = 300
 
 
-@asynccontextmanager
-async def served(target: str, draft: str, *more: str) -> AsyncIterator[str]:
-    """Start `drafthouse serve`, give its gRPC address, and end it on the way out.
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Of a server."""
 
-    `more` are further options of the command.
-    """
+    grpc: str
+    http: str
+
+    async def deliveries(self) -> Counter[float]:
+        """How many steps' tokens were written within so many seconds, by the bucket's bound."""
+        page = await asyncio.to_thread(self._page)
+        counts: Counter[float] = Counter()
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == "drafthouse_delivery_seconds_bucket":
+                    counts[float(sample.labels["le"])] += int(sample.value)
+        return counts
+
+    def _page(self) -> str:
+        with urllib.request.urlopen(f"http://{self.http}/metrics") as answer:
+            text: str = answer.read().decode()
+            return text
+
+
+@asynccontextmanager
+async def served(
+    config: Mapping[str, object], draft: str, *, num_speculative_tokens: int
+) -> AsyncIterator[Address]:
+    """Start `drafthouse serve` on free ports, say where it is, and end it on the way out."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "served.yaml"
+        path.write_text(yaml.safe_dump(dict(config)))
+        options = ("--draft", draft, "--num-speculative-tokens", str(num_speculative_tokens))
+        async with _serving(path, *options) as address:
+            yield address
+
+
+@asynccontextmanager
+async def _serving(config: Path, *more: str) -> AsyncIterator[Address]:
     command = Path(sys.executable).with_name("drafthouse")
-    options = ("--target", target, "--draft", draft, "--grpc-port", "0", "--http-port", "0")
+    options = ("--grpc-port", "0", "--http-port", "0", *more)
     server = await asyncio.create_subprocess_exec(
-        command, "serve", *options, *more, stdout=asyncio.subprocess.PIPE
+        command, "serve", config, *options, stdout=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(START_SECONDS):
@@ -42,17 +80,17 @@ async def served(target: str, draft: str, *more: str) -> AsyncIterator[str]:
         await server.wait()
 
 
-async def _address(server: asyncio.subprocess.Process) -> str:
+async def _address(server: asyncio.subprocess.Process) -> Address:
     assert server.stdout is not None
     async for line in server.stdout:
         if match := READY.search(line.decode()):
-            return match.group(1)
+            return Address(*match.groups())
     raise TargetUnavailable("the server ended before it was ready")
 
 
-async def run_served(address: str, requests: Sequence[Request]) -> Wave:
+async def run_served(address: Address, requests: Sequence[Request]) -> Wave:
     """All requests at once, each a stream of its own on one channel."""
-    async with aio.insecure_channel(address) as channel:
+    async with aio.insecure_channel(address.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         start = time.perf_counter()
         streams = [Stream(start) for _ in requests]
