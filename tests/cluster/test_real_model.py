@@ -93,8 +93,8 @@ async def _ask(
     With a fixed K: whether drafts pay on this machine is no matter here.
     """
     async with (
-        served("smollm2-135m-instruct", draft, "--num-speculative-tokens", "4") as address,
-        aio.insecure_channel(address) as channel,
+        served({}, draft, num_speculative_tokens=4) as address,
+        aio.insecure_channel(address.grpc) as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)
         return [await _all(stub, prompts[: run.num_prompts], run) for run in runs]
