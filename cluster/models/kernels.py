@@ -9,6 +9,7 @@ no function is compiled with `fastmath`.
 import numpy as np
 from numba import carray, float64, int64, njit, prange, void
 
+from cluster.models import tiles
 from cluster.models.tiles import (
     BLOCK,
     LANES,
@@ -17,6 +18,7 @@ from cluster.models.tiles import (
     MOST_VECTORS,
     dot,
     dots,
+    exponentials,
     floats,
     int8_tile,
     integers,
@@ -25,20 +27,19 @@ from cluster.models.tiles import (
 )
 from cluster.models.tiles import tile as float_tile
 
-LOG2_E = np.float32(1.4426950408889634)
-LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-EXPONENTIAL = tuple(  # of the polynomial on [-ln 2 / 2, ln 2 / 2], from the highest power down
-    np.float32(each)
-    for each in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2,
-                 1.6666665459e-1, 5.0000001201e-1)
-)  # fmt: skip
-E5, E4, E3, E2, E1, E0 = EXPONENTIAL
+LOG2_E, LN2_HIGH, LN2_LOW = (
+    np.float32(tiles.LOG2_E),
+    np.float32(tiles.LN2_HIGH),
+    np.float32(tiles.LN2_LOW),
+)
+E5, E4, E3, E2, E1, E0 = map(np.float32, tiles.EXPONENTIAL)
 KEYS_AT_HAND = 64  # that all rows look at while the nearest cache has them
 ROWS_AT_ONCE = 16
 LAYER_COLUMNS = 15  # of the table of layers
 CHUNK = 256  # columns that are passed over together
 ONE, ZERO, HALF = np.float32(1), np.float32(0), np.float32(0.5)
-LEAST_EXPONENT, MOST_EXPONENT = np.float32(-87), np.float32(88)
+LEAST_EXPONENT = np.float32(tiles.LEAST_EXPONENT)
+MOST_EXPONENT = np.float32(tiles.MOST_EXPONENT)
 
 inner = njit(cache=True, error_model="numpy")
 
@@ -226,12 +227,13 @@ def _attend(heads, num_heads, num_kv, size, layer, positions, first_row, num_row
     end = positions[first_row + num_rows - 1] + 1
     begin = max(0, positions[first_row] + 1 - window) if window else 0
     num = end - begin
-    weights = np.empty((num_rows, group, num), dtype=np.float32)
-    places = np.empty(num, dtype=np.int64)
+    weights = np.empty((num_rows, group, num + LANES), dtype=np.float32)
+    places = np.empty(num + LANES, dtype=np.int64)
     for index in range(num):
         position = begin + index
         slot = blocks[position // block] * stride + position % block
         places[index] = layer + (slot * slot_size + head * size) * 4
+    places[num:] = places[num - 1]
     for first in range(0, num, KEYS_AT_HAND):
         for row in range(num_rows):
             low, high = _seen(positions[first_row + row], window, begin, first, num)
@@ -239,15 +241,14 @@ def _attend(heads, num_heads, num_kv, size, layer, positions, first_row, num_row
                 flat = (first_row + row) * (num_heads + 2 * num_kv) + head * group
                 _products(heads + flat * size * 4, group, size, places, low, high, weights[row])
     scale = ONE / np.sqrt(np.float32(size))
+    totals = np.empty((num_rows, group), dtype=np.float32)
     for row in range(num_rows):
         low, high = _span(positions[first_row + row], window, begin)
         flat = (first_row + row) * num_heads + head * group
         carray(floats(out + flat * size * 4), group * size)[:] = ZERO
         for each in range(group):
-            own = weights[row, each, low:high]
-            total = _exponentials(own, high - low, scale)
-            for index in range(high - low):
-                own[index] /= total
+            own = weights[row, each, low:].ctypes.data
+            totals[row, each] = exponentials(own, high - low, scale)
     for first in range(0, num, KEYS_AT_HAND):
         for row in range(num_rows):
             low, high = _seen(positions[first_row + row], window, begin, first, num)
@@ -255,6 +256,12 @@ def _attend(heads, num_heads, num_kv, size, layer, positions, first_row, num_row
                 flat = (first_row + row) * num_heads + head * group
                 _weighted(weights[row], group, size, places, num_kv * size * 4, low, high,
                           out + flat * size * 4)  # fmt: skip
+    for row in range(num_rows):
+        flat = (first_row + row) * num_heads + head * group
+        for each in range(group):
+            result = carray(floats(out + (flat + each) * size * 4), size)
+            for at in range(size):
+                result[at] /= totals[row, each]
 
 
 @inner
@@ -274,15 +281,9 @@ def _seen(position, window, begin, first, num):
 @inner
 def _products(queries, group, size, places, low, high, products):
     """Of queries with some of their keys."""
-    vectors, num = size // LANES, high - low
-    if size % LANES == 0 and vectors <= MOST_VECTORS:
-        head, together = 0, min(MOST_HEADS, MOST_VECTORS // vectors)
-        while head < group:
-            heads = min(together, group - head)
-            query, runs = queries + head * size * 4, places[low:].ctypes.data
-            results = products[head, low:].ctypes.data
-            dots(heads, vectors, query, runs, num, results, products.shape[1])
-            head += heads
+    if size % LANES == 0:
+        runs, results = places[low:].ctypes.data, products[0, low:].ctypes.data
+        dots(group, size // LANES, queries, runs, high - low, results, products.shape[1])
     else:
         for head in range(group):
             for index in range(low, high):
@@ -290,43 +291,18 @@ def _products(queries, group, size, places, low, high, products):
 
 
 @inner
-def _exponentials(scores, num, scale):
-    """Each of scores, scaled and less the largest, to the power of e; and their sum."""
-    lanes = np.empty(LANES, dtype=np.float32)
-    whole = num - num % LANES
-    lanes[:] = -np.inf
-    for first in range(0, whole, LANES):
-        for lane in range(LANES):
-            lanes[lane] = max(lanes[lane], scores[first + lane])
-    most = lanes.max()
-    for index in range(whole, num):
-        most = max(most, scores[index])
-    for index in range(num):
-        scores[index] = _exp((scores[index] - most) * scale)
-    lanes[:] = ZERO
-    for first in range(0, whole, LANES):
-        for lane in range(LANES):
-            lanes[lane] += scores[first + lane]
-    total = ZERO
-    for lane in range(LANES):
-        total += lanes[lane]
-    for index in range(whole, num):
-        total += scores[index]
-    return total
-
-
-@inner
 def _weighted(weights, group, size, places, offset, low, high, out):
     """Add some values times their weights to the sums."""
-    vectors, num = size // LANES, high - low
-    if size % LANES == 0 and vectors <= MOST_VECTORS:
-        head, together = 0, min(MOST_HEADS, MOST_VECTORS // vectors)
-        while head < group:
+    vectors = size // LANES
+    if size % LANES == 0:
+        together = max(min(MOST_HEADS, MOST_VECTORS // vectors), 1)
+        for head in range(0, group, together):
             heads = min(together, group - head)
             own, runs = weights[head, low:].ctypes.data, places[low:].ctypes.data
-            sums = out + head * size * 4
-            weigh(heads, vectors, own, weights.shape[1], runs, offset, num, sums)
-            head += heads
+            for first in range(0, vectors, MOST_VECTORS):
+                at = first * LANES * 4
+                weigh(heads, min(vectors - first, MOST_VECTORS), own, weights.shape[1], runs,
+                      offset + at, high - low, out + head * size * 4 + at)  # fmt: skip
     else:
         for head in range(group):
             result = carray(floats(out + head * size * 4), size)

@@ -2,7 +2,7 @@
 
 Plain `F.linear` on a CPU rounds a row differently from row count to row count, and eight rows
 cost twice one. Compiled kernels do neither. Where there are none, a library that multiplies by
-weights it laid out once serves: MKL where torch has it, else oneDNN.
+weights it laid out once serves: MKL or oneDNN, whichever has that row count change no bit.
 """
 
 import warnings
@@ -58,10 +58,10 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """float32 on a CPU with MKL: its matrix product over weights packed once.
+    """float32 on a CPU with AVX-512 and MKL: its matrix product over weights packed once.
 
     The packed form serves any number of rows from two on with the same bits. (MKL sums a row that
-    is alone in another order.)
+    is alone in another order; and with AVX2, all rows beyond a multiple of four of the first 11.)
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -82,9 +82,9 @@ class PackedLinear:
 
 
 class ReorderedLinear:
-    """float32 on a CPU without MKL: oneDNN over weights laid out once.
+    """float32 on other CPUs: oneDNN over weights laid out once.
 
-    It too sums a row that is alone, over many inputs, in another order than two or more.
+    It too may sum a row that is alone, over many inputs, in another order than two or more.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -152,7 +152,13 @@ def float32_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """The fastest of float32 on this CPU."""
     if compiled.is_available():
         return compiled.CompiledLinear(weight, bias)
-    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+    return library_linear(weight, bias)
+
+
+def library_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """The fastest of float32 without the kernels that has no row change another's bits."""
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if is_wide and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return PackedLinear(weight, bias)
     return ReorderedLinear(weight, bias)
 

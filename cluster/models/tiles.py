@@ -31,6 +31,18 @@ MOST_VECTORS = 16 if IS_WIDE else 8  # of all queries that are looked at togethe
 MOST_HEADS = 4
 AHEAD_BYTES = 4096  # of weights, fetched before their turn
 
+LOG2_E = 1.4426950408889634
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+EXPONENTIAL = (  # of the polynomial on [-ln 2 / 2, ln 2 / 2], from the highest power down
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+LEAST_EXPONENT, MOST_EXPONENT = -87.0, 88.0
+
 INT64, INT32, INT8, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 BYTES = ir.PointerType(INT8)
@@ -167,41 +179,47 @@ def dots(
     """Some queries' products with each of `num` runs, whose addresses are at `places`.
 
     All have `num_vectors` times LANES numbers; queries lie one after another. The products of one
-    begin `apart` numbers after those of the one before.
+    begin `apart` numbers after those of the one before. LANES runs are looked at together: places
+    must go on, and `out` is written, up to the next multiple of LANES.
     """
     del context
 
     def generate(context: Any, builder: Builder, _: Any, arguments: list[Value]) -> Value:
         num_heads, num_vectors, queries, places, num, out, apart = arguments
+        num_bytes = builder.mul(num_vectors, INT64(4 * LANES))
+        groups = builder.udiv(builder.add(num, INT64(LANES - 1)), INT64(LANES))
 
-        def of_size(heads: int, vectors: int) -> None:
-            offsets = [INT64(4 * LANES * vector) for vector in range(vectors)]
-            numbers = [
-                [
-                    _load(builder, builder.add(queries, INT64(4 * LANES * at)), VECTOR)
-                    for at in range(head * vectors, (head + 1) * vectors)
-                ]
-                for head in range(heads)
+        def group(number: Value, _: list[Value]) -> list[Value]:
+            first = builder.mul(number, INT64(LANES))
+            runs = [
+                _load(builder, _at(builder, places, builder.add(first, INT64(lane)), 8), INT64, 8)
+                for lane in range(LANES)
             ]
 
-            def one(index: Value, _: list[Value]) -> list[Value]:
-                place = _load(builder, _at(builder, places, index, 8), INT64, align=8)
-                totals = [ir.Constant(VECTOR, [0.0] * LANES)] * heads
-                for vector, offset in enumerate(offsets):
-                    key = _load(builder, builder.add(place, offset), VECTOR)
-                    totals = [
-                        _fma(builder, query[vector], key, total)
-                        for query, total in zip(numbers, totals, strict=True)
+            def head(head: Value, _: list[Value]) -> list[Value]:
+                query = builder.add(queries, builder.mul(head, num_bytes))
+
+                def accumulate(vector: Value, sums: list[Value]) -> list[Value]:
+                    offset = builder.mul(vector, INT64(4 * LANES))
+                    numbers = _load(builder, builder.add(query, offset), VECTOR)
+                    return [
+                        _fma(
+                            builder, numbers, _load(builder, builder.add(run, offset), VECTOR), sum_
+                        )
+                        for run, sum_ in zip(runs, sums, strict=True)
                     ]
-                for head, total in enumerate(totals):
-                    at = builder.add(index, builder.mul(apart, INT64(head)))
-                    place = _pointer(builder, _at(builder, out, at, 4), FLOAT)
-                    builder.store(_sum(builder, total), place).align = 4
+
+                zeros = [ir.Constant(VECTOR, [0.0] * LANES)] * LANES
+                totals = _sums(builder, _loop(builder, num_vectors, zeros, accumulate))
+                at = builder.add(first, builder.mul(apart, head))
+                place = _pointer(builder, _at(builder, out, at, 4), VECTOR)
+                builder.store(totals, place).align = 4
                 return []
 
-            _loop(builder, num, [], one)
+            _loop(builder, num_heads, [], head)
+            return []
 
-        _by_size(builder, num_heads, num_vectors, of_size)
+        _loop(builder, groups, [], group)
         return context.get_dummy_value()
 
     return types.void(num_heads, num_vectors, queries, places, num, out, apart), generate
@@ -258,6 +276,48 @@ def weigh(
         return context.get_dummy_value()
 
     return types.void(num_heads, num_vectors, weights, apart, places, offset, num, out), generate
+
+
+@intrinsic
+def exponentials(context: Any, scores: Any, num: Any, scale: Any) -> Any:
+    """Replace each of `num` scores by e to its distance from the largest, scaled; returns the sum.
+
+    Up to the next multiple of LANES more is overwritten.
+    """
+    del context
+
+    def generate(_: Any, builder: Builder, __: Any, arguments: list[Value]) -> Value:
+        scores, num, scale = arguments
+        lowest = ir.Constant(VECTOR, [-float("inf")] * LANES)
+        groups = builder.udiv(builder.add(num, INT64(LANES - 1)), INT64(LANES))
+
+        def place(group: Value) -> Value:
+            return _at(builder, scores, builder.mul(group, INT64(LANES)), 4)
+
+        def end(index: Value, _: list[Value]) -> list[Value]:
+            at = _at(builder, scores, builder.add(num, index), 4)
+            builder.store(FLOAT(-float("inf")), _pointer(builder, at, FLOAT)).align = 4
+            return []
+
+        def larger(group: Value, most: list[Value]) -> list[Value]:
+            return [_larger(builder, most[0], _load(builder, place(group), VECTOR))]
+
+        def power(group: Value, sums: list[Value]) -> list[Value]:
+            at = place(group)
+            distance = builder.fsub(_load(builder, at, VECTOR), largest)
+            value = _exp(builder, builder.fmul(distance, factor))
+            builder.store(value, _pointer(builder, at, VECTOR)).align = 4
+            return [builder.fadd(sums[0], value)]
+
+        rest = builder.sub(builder.mul(groups, INT64(LANES)), num)
+        _loop(builder, rest, [], end)
+        [most] = _loop(builder, groups, [lowest], larger)
+        largest = _spread(builder, _folded(builder, most, partial(_larger, builder)))
+        factor = _spread(builder, scale)
+        [total] = _loop(builder, groups, [ir.Constant(VECTOR, [0.0] * LANES)], power)
+        return _sum(builder, total)
+
+    return types.float32(scores, num, scale), generate
 
 
 @intrinsic
@@ -330,28 +390,94 @@ def _loop(
     after = body(index, carried)
     following = builder.add(index, INT64(1))
     index.add_incoming(INT64(0), before)
-    index.add_incoming(following, loop)
+    end = builder.block  # of the body, which may have loops of its own
+    index.add_incoming(following, end)
     for phi, value, result in zip(carried, values, after, strict=True):
         phi.add_incoming(value, before)
-        phi.add_incoming(result, loop)
+        phi.add_incoming(result, end)
     builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
     builder.position_at_end(done)
     results = [builder.phi(value.type) for value in values]
     for phi, value, result in zip(results, values, after, strict=True):
         phi.add_incoming(value, before)
-        phi.add_incoming(result, loop)
+        phi.add_incoming(result, end)
     return results
 
 
 def _sum(builder: Builder, vector: Value) -> Value:
-    """All lanes, halves added to one another time and again."""
+    """All lanes together."""
+    return _folded(builder, vector, builder.fadd)
+
+
+def _folded(builder: Builder, vector: Value, join: Callable[[Value, Value], Value]) -> Value:
+    """All lanes in one: halves joined to one another time and again."""
     undefined, half = ir.Constant(VECTOR, ir.Undefined), LANES // 2
     while half:
         order = [(lane + half) % LANES for lane in range(LANES)]
-        mask = ir.Constant(ir.VectorType(INT32, LANES), order)
-        vector = builder.fadd(vector, builder.shuffle_vector(vector, undefined, mask))
+        vector = join(vector, _shuffled(builder, vector, undefined, order))
         half //= 2
     return builder.extract_element(vector, INT32(0))
+
+
+def _larger(builder: Builder, left: Value, right: Value) -> Value:
+    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+
+def _exp(builder: Builder, x: Value) -> Value:
+    """Compute e to numbers of at most 0, to some two units of the last place."""
+
+    def all_lanes(number: float) -> Value:
+        return ir.Constant(VECTOR, [number] * LANES)
+
+    x = _larger(builder, x, all_lanes(LEAST_EXPONENT))
+    shifted = builder.fadd(builder.fmul(x, all_lanes(LOG2_E)), all_lanes(0.5))
+    kind = ir.FunctionType(VECTOR, [VECTOR])
+    floor = cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32")
+    power = builder.call(floor, [shifted])
+    minus = builder.fneg(power)
+    rest = _fma(builder, minus, all_lanes(LN2_LOW), _fma(builder, minus, all_lanes(LN2_HIGH), x))
+    polynomial = all_lanes(EXPONENTIAL[0])
+    for coefficient in EXPONENTIAL[1:]:
+        polynomial = _fma(builder, polynomial, rest, all_lanes(coefficient))
+    square = builder.fmul(rest, rest)
+    value = builder.fadd(_fma(builder, polynomial, square, rest), all_lanes(1.0))
+    whole = ir.VectorType(INT32, LANES)
+    exponent = builder.add(builder.fptosi(power, whole), ir.Constant(whole, [127] * LANES))
+    scale = builder.bitcast(builder.shl(exponent, ir.Constant(whole, [23] * LANES)), VECTOR)
+    return builder.fmul(value, scale)
+
+
+def _sums(builder: Builder, vectors: list[Value]) -> Value:
+    """The sum over the lanes of each of LANES vectors; all are summed in the same order.
+
+    Two vectors become one that has half as many sums of each, and so on; first within four lanes,
+    where shuffling is cheap.
+    """
+    fours = range(0, LANES, 4)
+    low = [lane for at in fours for lane in (at, LANES + at, at + 1, LANES + at + 1)]
+    high = [lane + 2 for lane in low]
+    even = [lane for at in range(0, 2 * LANES, 8) for lane in range(at, at + 4)]
+    odd = [lane + 4 for lane in even]
+
+    def joined(left: Value, right: Value, these: list[int], those: list[int]) -> Value:
+        shuffled = [_shuffled(builder, left, right, order) for order in (these, those)]
+        return builder.fadd(*shuffled)
+
+    totals = []
+    for at in fours:
+        first, second, third, fourth = vectors[at : at + 4]
+        pair, other = joined(first, third, low, high), joined(second, fourth, low, high)
+        totals.append(joined(pair, other, low, high))
+    while len(totals) > 1:
+        pairs = zip(totals[::2], totals[1::2], strict=True)
+        totals = [joined(left, right, even, odd) for left, right in pairs]
+    return totals[0]
+
+
+def _shuffled(builder: Builder, left: Value, right: Value, order: list[int]) -> Value:
+    """Lanes of the two, counted through."""
+    mask = ir.Constant(ir.VectorType(INT32, LANES), order)
+    return builder.shuffle_vector(left, right, mask)
 
 
 def _at(builder: Builder, address: Value, index: Value, size: int) -> Value:
@@ -379,8 +505,7 @@ def _spread(builder: Builder, number: Value) -> Value:
     """The number in every lane."""
     undefined = ir.Constant(VECTOR, ir.Undefined)
     one = builder.insert_element(undefined, number, INT32(0))
-    mask = ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES)
-    return builder.shuffle_vector(one, undefined, mask)
+    return _shuffled(builder, one, undefined, [0] * LANES)
 
 
 def _fma(builder: Builder, left: Value, right: Value, total: Value) -> Value:

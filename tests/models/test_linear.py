@@ -7,10 +7,10 @@ from cluster.models.compiled import CompiledLinear
 from cluster.models.linear import (
     LINEARS,
     MakeLinear,
-    PackedLinear,
     ReorderedLinear,
     RowwiseInt8Linear,
     int8_linear,
+    library_linear,
     linear_for,
 )
 
@@ -20,7 +20,7 @@ SHAPES = [(64, 96), (576, 960), (1536, 576)]
 
 @pytest.mark.parametrize(
     "make_linear",
-    [CompiledLinear, int8_linear, PackedLinear, ReorderedLinear, RowwiseInt8Linear],
+    [CompiledLinear, int8_linear, library_linear, ReorderedLinear, RowwiseInt8Linear],
     ids=lambda kind: kind.__name__,
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
