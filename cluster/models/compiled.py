@@ -270,6 +270,25 @@ def candidates(
     return (rows[:num], columns[:num]) if num <= most else None
 
 
+def products(rows: Tensor, which: Tensor, weight: Tensor, outputs: Tensor) -> Tensor:
+    """What a linear of `weight` would have for some outputs of some rows, to the bit: `[places]`.
+
+    `which` rows and which `outputs`, one of each for a place.
+    """
+    kernels = _kernels()
+    size, num = rows.shape[1], len(which)
+    filled = (0, -num % kernels.LANES)
+    left = torch.nn.functional.pad(
+        rows.data_ptr() + 4 * size * which, filled, value=rows.data_ptr()
+    )
+    right = torch.nn.functional.pad(
+        weight.data_ptr() + 4 * size * outputs, filled, value=weight.data_ptr()
+    )
+    out = torch.empty(len(left))
+    kernels.products(left.data_ptr(), right.data_ptr(), len(left), size, out.data_ptr())
+    return out[:num]
+
+
 def _in_blocks(weight: Tensor) -> Tensor:
     """`[out, in]` to `[blocks, in, BLOCK]`, the last block filled up with zeros."""
     block = _kernels().BLOCK

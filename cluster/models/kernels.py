@@ -12,10 +12,12 @@ from numba import carray, float64, int64, njit, prange, void
 from cluster.models import tiles
 from cluster.models.tiles import (
     BLOCK,
+    KEYS_AHEAD,
     LANES,
     MOST_HEADS,
     MOST_ROWS,
     MOST_VECTORS,
+    chains,
     dot,
     dots,
     exponentials,
@@ -36,6 +38,8 @@ E5, E4, E3, E2, E1, E0 = map(np.float32, tiles.EXPONENTIAL)
 KEYS_AT_HAND = 64  # that all rows look at while the nearest cache has them
 ROWS_AT_ONCE = 16
 LAYER_COLUMNS = 15  # of the table of layers
+PLACES_AHEAD = KEYS_AHEAD + LANES
+AHEAD_BYTES = 4096  # of weights, fetched before their turn
 CHUNK = 256  # columns that are passed over together
 ONE, ZERO, HALF = np.float32(1), np.float32(0), np.float32(0.5)
 LEAST_EXPONENT = np.float32(tiles.LEAST_EXPONENT)
@@ -64,24 +68,32 @@ def _linear(x, num_rows, num_inputs, weights, num_outputs, scales, bias, residua
     """The outputs of some blocks, for all rows."""
     scratch = np.empty((MOST_ROWS, BLOCK), dtype=np.float32)
     size = 1 if scales else 4
+    block_bytes = num_inputs * BLOCK * size
+    passes = (num_rows + MOST_ROWS - 1) // MOST_ROWS
     for block in range(span[0], span[1]):
         first = block * BLOCK
         width = min(BLOCK, num_outputs - first)
         whole = width == BLOCK and not scales and not bias and not residual
         row = 0
-        while row < num_rows:
+        for index in range(passes):
             left = num_rows - row
-            passes = (left + MOST_ROWS - 1) // MOST_ROWS
-            count = (left + passes - 1) // passes
+            count = (left + passes - 1 - index) // (passes - index)
             rows = x + row * num_inputs * 4
-            packed = weights + first * num_inputs * size
+            packed = weights + block * block_bytes
+            if passes == 1:
+                ahead, ahead_step = packed + AHEAD_BYTES, BLOCK * size
+            else:  # each its share of the next block
+                ahead = packed + block_bytes + index * block_bytes // passes
+                ahead_step = BLOCK * size // passes
             place = out + (row * num_outputs + first) * 4
             target = place if whole else np.int64(scratch.ctypes.data)
             apart = num_outputs if whole else BLOCK
             if scales:
-                int8_tile(count, rows, num_inputs, packed, num_inputs, target, apart)
+                int8_tile(count, rows, num_inputs, packed, num_inputs, target, apart, ahead,
+                          ahead_step)  # fmt: skip
             else:
-                float_tile(count, rows, num_inputs, packed, num_inputs, target, apart)
+                float_tile(count, rows, num_inputs, packed, num_inputs, target, apart, ahead,
+                           ahead_step)  # fmt: skip
             if not whole:
                 _finish(scratch, count, width, first, row, num_outputs, scales, bias, residual, out)
             row += count
@@ -194,6 +206,13 @@ def candidates(estimates, num_rows, size, bounds, lengths, rows, columns, most):
     return num
 
 
+@kernel(void(*[int64] * 5))
+def products(left, right, num_runs, num, out):
+    """Of so many pairs of runs, a multiple of LANES, each with the bits that `linear` gives it."""
+    for first in range(0, num_runs, LANES):
+        chains(left + first * 8, right + first * 8, num, out + first * 4)
+
+
 @kernel(void(*[int64] * 8))
 def enter(heads, factors, num_rows, num_heads, num_kv, size, layer, slots):
     """Rotate queries and keys where they lie, and copy every row's keys and values to its slot.
@@ -228,7 +247,7 @@ def _attend(heads, num_heads, num_kv, size, layer, positions, first_row, num_row
     begin = max(0, positions[first_row] + 1 - window) if window else 0
     num = end - begin
     weights = np.empty((num_rows, group, num + LANES), dtype=np.float32)
-    places = np.empty(num + LANES, dtype=np.int64)
+    places = np.empty(num + PLACES_AHEAD, dtype=np.int64)
     for index in range(num):
         position = begin + index
         slot = blocks[position // block] * stride + position % block
@@ -315,23 +334,28 @@ def _weighted(weights, group, size, places, offset, low, high, out):
 @inner
 def _attend_items(heads, num_heads, num_kv, size, layer, positions, tables, owners, table_width,
                   block, stride, window, out, span):  # fmt: skip
-    """Some of all pairs of a key head and a row, those of a sequence's rows together."""
-    num_rows = len(positions)
+    """Some of all pairs of a row and a key head: row by row, so that memory is read in order.
+
+    Consecutive rows of a sequence look at the keys of a head together.
+    """
     item = span[0]
     while item < span[1]:
-        head, row = item // num_rows, item % num_rows
-        most = min(ROWS_AT_ONCE, num_rows - row, span[1] - item)
+        row, first = item // num_kv, item % num_kv
+        last = min(num_kv, first + span[1] - item)
         count = 1
-        while (
-            count < most
-            and owners[row + count] == owners[row]
-            and positions[row + count] == positions[row] + count
-        ):
-            count += 1
+        if last - first == num_kv:
+            most = min(ROWS_AT_ONCE, (span[1] - item) // num_kv)
+            while (
+                count < most
+                and owners[row + count] == owners[row]
+                and positions[row + count] == positions[row] + count
+            ):
+                count += 1
         blocks = carray(integers(tables + owners[row] * table_width * 8), table_width)
-        _attend(heads, num_heads, num_kv, size, layer, positions, row, count, head, blocks, block,
-                stride, window, out)  # fmt: skip
-        item += count
+        for head in range(first, last):
+            _attend(heads, num_heads, num_kv, size, layer, positions, row, count, head, blocks,
+                    block, stride, window, out)  # fmt: skip
+        item += (last - first) * count
 
 
 @kernel(void(*[int64] * 14))

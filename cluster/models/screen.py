@@ -3,10 +3,9 @@
 At few rows a head takes the time of reading its weights: a fifth of a step, where the vocabulary is
 large. An int8 copy is read in a quarter of that, and how far its logits are off has a bound: by
 Cauchy and Schwarz the length of what rounding took from a weight, times that of the row. Whatever
-could still be the largest, some tens of tokens, is then computed exactly.
+could still be the largest, some tens of tokens, is then computed as the head would, to the bit.
 
-So the result is the head's own, and no approximation: where two logits lie so close that the
-rounding of float32 sums might decide between them, there is no result, and the head is asked.
+So the result is the head's own, and no approximation.
 """
 
 import torch
@@ -41,29 +40,27 @@ class Screen:
         levels, scales = rowwise_int8(weight)
         lost = (weight - levels * scales[:, None]).norm(dim=1)
         # Twice as far as one float32 sum of so many products can be off: for ours and the head's.
-        self._rounding = weight.shape[1] * torch.finfo(weight.dtype).eps * weight.norm(dim=1)
-        self._bounds = lost + self._rounding
-        self._weight = weight
+        rounding = weight.shape[1] * torch.finfo(weight.dtype).eps * weight.norm(dim=1)
+        self._bounds = lost + rounding
+        self._weight = weight.contiguous()
         self._coarse = compiled.CompiledInt8Linear(levels, scales, None)
 
     @torch.inference_mode()
     def largest(self, rows: Tensor) -> list[int] | None:
         """The token of the largest logit for each of `[rows, hidden]`, up to MAX_ROWS of them.
 
-        None when that takes the head itself.
+        None when that takes the head itself, as two equal ones do.
         """
         if len(rows) > MAX_ROWS:
             return None
+        rows = rows.contiguous()
         lengths = rows.norm(dim=1)
         estimates = self._coarse(rows)
         found = compiled.candidates(estimates, self._bounds, lengths, most=MAX_CANDIDATES)
         if found is None:
             return None
         row, token = found
-        logits = (self._weight[token] * rows[row]).sum(dim=1)
-        unsure = self._rounding[token] * lengths[row]
-        least = torch.full_like(lengths, -torch.inf)
-        least = least.scatter_reduce_(0, row, logits - unsure, "amax")
-        possible = logits + unsure >= least[row]
-        chosen: list[int] = token[possible].tolist()
+        logits = compiled.products(rows, row, self._weight, token)
+        most = torch.full_like(lengths, -torch.inf).scatter_reduce_(0, row, logits, "amax")
+        chosen: list[int] = token[logits == most[row]].tolist()
         return chosen if len(chosen) == len(rows) else None

@@ -6,6 +6,7 @@ result is summed in one order, whatever is computed beside it.
     tile   rows times a block of packed weights: every accumulator stays in a register, and weights
            stream by once for all rows, so that eight rows cost little more than one
     dot    two runs of numbers
+    chains some pairs of runs, as a tile would have them
     dots   some runs with many: queries and their keys
     weigh  weighted sums of many runs: the queries' values
 """
@@ -29,7 +30,8 @@ BLOCK = LANES * VECTORS  # outputs of a block of packed weights
 MOST_ROWS = 12 if IS_WIDE else 6  # of a tile: as many as leave registers for weights and inputs
 MOST_VECTORS = 16 if IS_WIDE else 8  # of all queries that are looked at together
 MOST_HEADS = 4
-AHEAD_BYTES = 4096  # of weights, fetched before their turn
+LINE_BYTES = 64  # of a cache
+KEYS_AHEAD = 32  # fetched before their turn
 
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
@@ -58,13 +60,16 @@ def tile(
     num_inputs: Any,
     out: Any,
     ldout: Any,
+    ahead: Any,
+    ahead_step: Any,
 ) -> Any:
     """Up to MOST_ROWS rows times one block of `[num_inputs, BLOCK]` float32 weights.
 
-    Rows of `x` lie `ldx` numbers apart, those of `out` `ldout`.
+    Rows of `x` lie `ldx` numbers apart, those of `out` `ldout`. With each input, what lies at
+    `ahead` is fetched into caches, which goes on by `ahead_step` bytes.
     """
     del context
-    arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout)
+    arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout, ahead, ahead_step)
     return types.void(*arguments), _tile_of(int8=False)
 
 
@@ -78,10 +83,12 @@ def int8_tile(
     num_inputs: Any,
     out: Any,
     ldout: Any,
+    ahead: Any,
+    ahead_step: Any,
 ) -> Any:
     """The same of int8 weights, each taken for the number that it is."""
     del context
-    arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout)
+    arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout, ahead, ahead_step)
     return types.void(*arguments), _tile_of(int8=True)
 
 
@@ -100,19 +107,19 @@ def _tile_of(*, int8: bool) -> Callable[..., Value]:
 
 
 def _tile(builder: Builder, arguments: list[Value], *, num_rows: int, int8: bool) -> None:
-    x, ldx, weights, num_inputs, out, ldout = arguments
+    x, ldx, weights, num_inputs, out, ldout, ahead, ahead_step = arguments
     size = 1 if int8 else 4
-    ahead_bytes = INT64(AHEAD_BYTES)
     rows = [_at(builder, x, builder.mul(ldx, INT64(row)), 4) for row in range(num_rows)]
 
     def accumulate(k: Value, sums: list[Value]) -> list[Value]:
         first = builder.mul(k, INT64(BLOCK))
+        fetched = builder.add(ahead, builder.mul(k, ahead_step))
+        for offset in range(0, BLOCK * size, LINE_BYTES):
+            _prefetch(builder, builder.add(fetched, INT64(offset)))
         block = []
         for vector in range(VECTORS):
             offset = INT64(vector * LANES)
             place = _at(builder, weights, builder.add(first, offset), size)
-            if not int8 or not vector:  # one line of the cache at a time
-                _prefetch(builder, builder.add(place, ahead_bytes))
             block.append(_levels(builder, place) if int8 else _load(builder, place, VECTOR))
         inputs = [_spread(builder, _load(builder, _at(builder, row, k, 4), FLOAT)) for row in rows]
         pairs = [(number, weight) for number in inputs for weight in block]
@@ -179,8 +186,8 @@ def dots(
     """Some queries' products with each of `num` runs, whose addresses are at `places`.
 
     All have `num_vectors` times LANES numbers; queries lie one after another. The products of one
-    begin `apart` numbers after those of the one before. LANES runs are looked at together: places
-    must go on, and `out` is written, up to the next multiple of LANES.
+    begin `apart` numbers after those of the one before. LANES runs are looked at together: `out` is
+    written up to the next multiple of LANES, and places must go on for KEYS_AHEAD more.
     """
     del context
 
@@ -195,6 +202,9 @@ def dots(
                 _load(builder, _at(builder, places, builder.add(first, INT64(lane)), 8), INT64, 8)
                 for lane in range(LANES)
             ]
+
+            later = range(KEYS_AHEAD, KEYS_AHEAD + LANES)
+            _fetch_runs(builder, places, [builder.add(first, INT64(at)) for at in later], num_bytes)
 
             def head(head: Value, _: list[Value]) -> list[Value]:
                 query = builder.add(queries, builder.mul(head, num_bytes))
@@ -226,6 +236,36 @@ def dots(
 
 
 @intrinsic
+def chains(context: Any, left: Any, right: Any, num: Any, out: Any) -> Any:
+    """LANES products of two runs of `num` numbers, whose addresses are at `left` and `right`.
+
+    They are summed one after another, so that they have the bits of what `tile` computes.
+    """
+    del context
+
+    def generate(context: Any, builder: Builder, _: Any, arguments: list[Value]) -> Value:
+        *places, num, out = arguments
+        runs = [
+            [_load(builder, _at(builder, side, INT64(lane), 8), INT64, align=8) for side in places]
+            for lane in range(LANES)
+        ]
+
+        def one(index: Value, sums: list[Value]) -> list[Value]:
+            after = []
+            for pair, total in zip(runs, sums, strict=True):
+                numbers = [_load(builder, _at(builder, run, index, 4), FLOAT) for run in pair]
+                after.append(_fma(builder, *numbers, total))
+            return after
+
+        for lane, total in enumerate(_loop(builder, num, [FLOAT(0.0)] * LANES, one)):
+            place = _pointer(builder, _at(builder, out, INT64(lane), 4), FLOAT)
+            builder.store(total, place).align = 4
+        return context.get_dummy_value()
+
+    return types.void(left, right, num, out), generate
+
+
+@intrinsic
 def weigh(
     context: Any,
     num_heads: Any,
@@ -241,7 +281,7 @@ def weigh(
 
     Runs begin `offset` bytes after what is at `places`; all have `num_vectors` times LANES numbers.
     The weights of a sum begin `apart` numbers after those of the one before; sums lie one after
-    another.
+    another. Places must go on for KEYS_AHEAD more.
     """
     del context
 
@@ -252,6 +292,10 @@ def weigh(
             def one(index: Value, sums: list[Value]) -> list[Value]:
                 place = _load(builder, _at(builder, places, index, 8), INT64, align=8)
                 place = builder.add(place, offset)
+                later = builder.add(index, INT64(KEYS_AHEAD))
+                later = _load(builder, _at(builder, places, later, 8), INT64, align=8)
+                for line in range(0, 4 * LANES * vectors, LINE_BYTES):
+                    _prefetch(builder, builder.add(builder.add(later, offset), INT64(line)))
                 values = [
                     _load(builder, builder.add(place, INT64(4 * LANES * vector)), VECTOR)
                     for vector in range(vectors)
@@ -509,10 +553,23 @@ def _spread(builder: Builder, number: Value) -> Value:
 
 
 def _fma(builder: Builder, left: Value, right: Value, total: Value) -> Value:
-    """Add left * right to total, rounded once."""
-    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    """Add left * right to total, vectors or numbers, rounded once."""
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    name = f"llvm.fma.v{LANES}f32" if total.type == VECTOR else "llvm.fma.f32"
+    fma = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(fma, [left, right, total])
+
+
+def _fetch_runs(builder: Builder, places: Value, indices: list[Value], num_bytes: Value) -> None:
+    """Fetch runs of so many bytes that will be read."""
+    runs = [_load(builder, _at(builder, places, index, 8), INT64, align=8) for index in indices]
+
+    def line(number: Value, _: list[Value]) -> list[Value]:
+        for run in runs:
+            _prefetch(builder, _at(builder, run, number, LINE_BYTES))
+        return []
+
+    _loop(builder, builder.udiv(num_bytes, INT64(LINE_BYTES)), [], line)
 
 
 def _prefetch(builder: Builder, address: Value) -> None:
