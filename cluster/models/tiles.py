@@ -253,8 +253,8 @@ def chains(context: Any, left: Any, right: Any, num: Any, out: Any) -> Any:
         def one(index: Value, sums: list[Value]) -> list[Value]:
             after = []
             for pair, total in zip(runs, sums, strict=True):
-                numbers = [_load(builder, _at(builder, run, index, 4), FLOAT) for run in pair]
-                after.append(_fma(builder, *numbers, total))
+                x, y = (_load(builder, _at(builder, run, index, 4), FLOAT) for run in pair)
+                after.append(_fma(builder, x, y, total))
             return after
 
         for lane, total in enumerate(_loop(builder, num, [FLOAT(0.0)] * LANES, one)):
