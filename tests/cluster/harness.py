@@ -23,7 +23,7 @@ from cluster.request import Request, SamplingParams, StoppingParams
 from protos import inference_pb2, inference_pb2_grpc
 
 NUM_CPUS = 2
-PATIENCE_SECONDS = 200.0  # a machine may be slow, and busy with others
+PATIENCE_SECONDS = 300.0  # a machine may be slow, and busy with others
 NUM_TOKENS = 300  # of every answer
 PROMPTS = tuple(tuple((7 * i + j) % 250 + 3 for j in range(5 + 3 * i)) for i in range(8))
 
