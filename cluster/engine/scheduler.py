@@ -138,9 +138,8 @@ class Scheduler:
         left = self._limits.max_num_batched_tokens - len(rows)
         wanted = self._wanted_drafts(policy, tuple(rows), urgency)
         prompt_rows = left - min(sum(wanted.values()), left // 2)
-        cost = self._limits.prompt_cost(self._limits.max_prompt_rows_beside_decodes, 0)
-        if not rows:
-            cost = math.inf
+        most = self._limits.max_prompt_rows_beside_decodes
+        cost = self._limits.prompt_cost(most, 0) if rows else math.inf
         left -= self._fill_prompts(rows, prompt_rows, cost)
         for sequence, num_rows in rows.items():
             self.shares.charge(sequence.request.tenant, num_rows)

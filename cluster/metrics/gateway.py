@@ -75,13 +75,11 @@ class GatewayMetrics:
         self._probes = series.counter(
             "drafthouse_losslessness_probes", "Requests that were answered again without drafts."
         )
-        self._delivery = Histogram(
+        self._delivery = series.seconds(
             "drafthouse_delivery_seconds",
             "From an engine's step to its tokens being written, by the two machines' clocks.",
-            ("model",),
-            buckets=DELIVERY_BUCKETS,
-            registry=registry,
-        ).labels(model=model)
+            DELIVERY_BUCKETS,
+        )
         self._divergences = series.counter(
             "drafthouse_losslessness_divergences", "Probes whose answer was not the same."
         )

@@ -1,6 +1,6 @@
 """Series of one model, and a label whose values are few."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -25,11 +25,13 @@ class ModelSeries:
         """A gauge."""
         return Gauge(name, text, self._labels, registry=self._registry).labels(**self._labels)
 
-    def seconds(self, name: str, text: str) -> Histogram:
+    def seconds(
+        self, name: str, text: str, buckets: Sequence[float] = LATENCY_BUCKETS
+    ) -> Histogram:
         """A histogram of seconds."""
-        return Histogram(
-            name, text, self._labels, buckets=LATENCY_BUCKETS, registry=self._registry
-        ).labels(**self._labels)
+        return Histogram(name, text, self._labels, buckets=buckets, registry=self._registry).labels(
+            **self._labels
+        )
 
     def counters(
         self, name: str, text: str, label: str, values: Iterable[Value]

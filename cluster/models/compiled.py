@@ -277,13 +277,11 @@ def products(rows: Tensor, which: Tensor, weight: Tensor, outputs: Tensor) -> Te
     """
     kernels = _kernels()
     size, num = rows.shape[1], len(which)
-    filled = (0, -num % kernels.LANES)
-    left = torch.nn.functional.pad(
-        rows.data_ptr() + 4 * size * which, filled, value=rows.data_ptr()
+    which, outputs = (
+        torch.nn.functional.pad(each, (0, -num % kernels.LANES)) for each in (which, outputs)
     )
-    right = torch.nn.functional.pad(
-        weight.data_ptr() + 4 * size * outputs, filled, value=weight.data_ptr()
-    )
+    left = rows.data_ptr() + 4 * size * which
+    right = weight.data_ptr() + 4 * size * outputs
     out = torch.empty(len(left))
     kernels.products(left.data_ptr(), right.data_ptr(), len(left), size, out.data_ptr())
     return out[:num]

@@ -12,10 +12,10 @@ from cluster.tools.drill.faults import Part
 from cluster.tools.drill.leaks import MIB, Rest, Samples, Trend, leaks, rest_of, trend_of
 from cluster.tools.drill.mix import BAD, Mix, Order, Sort
 from cluster.tools.drill.open_load import End, Ended, OpenLoad, send
-from cluster.tools.drill.page import Page
 from cluster.tools.drill.processes import Measure
 from cluster.tools.drill.questions import Answer, Question
 from cluster.tools.drill.soak_record import SoakOutcome
+from cluster.tools.page import Page
 from tests.checkpoints import make_tokenizer
 from tests.wire import PROMPT, Wire, request, served
 

@@ -1,5 +1,6 @@
 """The same requests to a whole cluster over gRPC and to the engine in process, in turn."""
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,8 @@ from cluster.tools.bench.engine import EnginePlan, in_turn, target_config
 from cluster.tools.bench.figures import Rounds, Wave, median_ratio
 from cluster.tools.bench.lanes import Lane, Variant, open_lab
 from cluster.tools.bench.progress import Report
-from cluster.tools.bench.served import run_served, served
+from cluster.tools.bench.served import Address, run_served, served
+from cluster.tools.page import read_page
 
 NUM_DRAFTS = 4
 IN_PROCESS = Variant("float32", "ngram", NUM_DRAFTS)
@@ -26,7 +28,7 @@ class ServedRow:
     concurrency: int
     over_grpc: Rounds
     in_process: Rounds
-    deliveries: Mapping[float, int]  # steps' tokens that were written within so many seconds
+    deliveries: Mapping[float, float]  # steps' tokens that were written within so many seconds
 
     @property
     def ratio(self) -> float:
@@ -37,7 +39,7 @@ class ServedRow:
     def delivery_seconds(self) -> float:
         """The median from the engine's step to its tokens being written, linear in its bucket."""
         half = self.deliveries[math.inf] / 2
-        low, below = 0.0, 0
+        low, below = 0.0, 0.0
         for bound, count in sorted(self.deliveries.items()):
             if count >= half and bound < math.inf:
                 return low + (bound - low) * (half - below) / max(count - below, 1)
@@ -97,12 +99,17 @@ async def bench_served(plan: EnginePlan, *, report: Report) -> ServedReport:
         runs = {OVER_GRPC: partial(run_served, address), IN_PROCESS: partial(_run_unsalted, lane)}
         for concurrency in dict.fromkeys(plan.concurrencies):
             asked = prompts[: plan.num_asked(concurrency)]
-            before = await address.deliveries()
+            before = await _deliveries(address)
             rounds = await in_turn(plan, runs, asked, concurrency, report=report)
-            after = await address.deliveries()
-            after.subtract(before)
-            rows.append(ServedRow(concurrency, rounds[OVER_GRPC], rounds[IN_PROCESS], after))
+            after = await _deliveries(address)
+            grown = {bound: count - before[bound] for bound, count in after.items()}
+            rows.append(ServedRow(concurrency, rounds[OVER_GRPC], rounds[IN_PROCESS], grown))
     return ServedReport(tuple(rows))
+
+
+async def _deliveries(address: Address) -> dict[float, float]:
+    page = await asyncio.to_thread(read_page, address.http)
+    return page.buckets("drafthouse_delivery_seconds")
 
 
 async def _run_unsalted(lane: Lane, requests: Sequence[Request]) -> Wave:

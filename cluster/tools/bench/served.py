@@ -5,8 +5,6 @@ import re
 import signal
 import sys
 import time
-import urllib.request
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ from tempfile import TemporaryDirectory
 
 import yaml
 from grpc import aio
-from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import TargetUnavailable
 from cluster.messages import TokenDelta
@@ -34,21 +31,6 @@ class Address:
 
     grpc: str
     http: str
-
-    async def deliveries(self) -> Counter[float]:
-        """How many steps' tokens were written within so many seconds, by the bucket's bound."""
-        page = await asyncio.to_thread(self._page)
-        counts: Counter[float] = Counter()
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                if sample.name == "drafthouse_delivery_seconds_bucket":
-                    counts[float(sample.labels["le"])] += int(sample.value)
-        return counts
-
-    def _page(self) -> str:
-        with urllib.request.urlopen(f"http://{self.http}/metrics") as answer:
-            text: str = answer.read().decode()
-            return text
 
 
 @asynccontextmanager

@@ -3,65 +3,28 @@
 import http.client
 import ssl
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config.security import is_loopback
 from cluster.errors import ConfigurationError, Unavailable
 from cluster.tools.bench.progress import Report
 from cluster.tools.choosing.facts import DrafterFacts, Facts, Place, StepCosts
 from cluster.tools.connection import Access
+from cluster.tools.page import Page
 
 TIMEOUT_SECONDS = 10.0
 LEAST_ROWS = 16.0  # to which the line through the steps is drawn at least
 FREE = "ngram"  # drafts without a model
 OK = 200
 
-Labels = frozenset[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What was counted at a moment, `seconds` on a clock that never goes back."""
-
-    seconds: float
-    samples: Mapping[tuple[str, Labels], float]
-
-    def sum(self, name: str, **labels: str) -> float:
-        """Of all samples of that name with those labels among others."""
-        wanted = labels.items()
-        return sum(
-            value
-            for (each, its), value in self.samples.items()
-            if each == name and wanted <= dict(its).items()
-        )
-
-    def values(self, name: str, label: str) -> set[str]:
-        """What a label of samples of that name says."""
-        return {
-            dict(its)[label] for (each, its) in self.samples if each == name and label in dict(its)
-        }
-
-    def count(self, name: str, **labels: str) -> int:
-        """How many samples there are."""
-        wanted = labels.items()
-        return sum(each == name and wanted <= dict(its).items() for each, its in self.samples)
-
 
 def parse_page(text: str, *, seconds: float) -> Page:
     """A page in the text format of Prometheus. Raises ConfigurationError for anything else."""
-    samples: dict[tuple[str, Labels], float] = defaultdict(float)
     try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                samples[sample.name, frozenset(sample.labels.items())] += sample.value
+        return Page(text, seconds=seconds)
     except ValueError as error:
         raise ConfigurationError(f"not a page of metrics: {error}") from error
-    return Page(seconds, samples)
 
 
 def watch(address: str, *, access: Access, seconds: float, report: Report) -> list[Page]:
@@ -119,7 +82,7 @@ def facts_of(pages: Sequence[Page]) -> Facts:
     ConfigurationError for pages without an engine.
     """
     last = pages[-1]
-    models = sorted(last.values("drafthouse_sequences", "model"))
+    models = sorted(last.said("drafthouse_sequences", "model"))
     if not models:
         raise ConfigurationError("the page of metrics tells of no engine")
     return _Watched(pages, models[0]).facts()
@@ -140,12 +103,12 @@ class _Watched:
 
     def grown(self, name: str, **labels: str) -> float:
         """By how much counters have grown."""
-        before = 0.0 if self._first is None else self._first.sum(name, **labels)
-        return max(self._pages[-1].sum(name, **labels) - before, 0.0)
+        before = 0.0 if self._first is None else self._first.total(name, **labels)
+        return max(self._pages[-1].total(name, **labels) - before, 0.0)
 
     def mean(self, name: str, **labels: str) -> float:
         """Of gauges, added over the processes, over time."""
-        return sum(page.sum(name, **labels) for page in self._pages) / len(self._pages)
+        return sum(page.total(name, **labels) for page in self._pages) / len(self._pages)
 
     def facts(self) -> Facts:
         """Everything."""
@@ -188,11 +151,11 @@ class _Watched:
 
     def _positions(self) -> list[str]:
         name = "drafthouse_spec_decode_num_accepted_tokens_per_pos_total"
-        return sorted(self._pages[-1].values(name, "position"), key=int)
+        return sorted(self._pages[-1].said(name, "position"), key=int)
 
     def _drafters(self) -> Iterator[DrafterFacts]:
         """One by one; what steps waited for drafts is for those that have to be waited for."""
-        names = self._pages[-1].values("drafthouse_spec_decode_num_drafts_total", "drafter")
+        names = self._pages[-1].said("drafthouse_spec_decode_num_drafts_total", "drafter")
         tokens = self.grown("drafthouse_engine_tokens_total")
         accepted = self.grown("drafthouse_spec_decode_num_accepted_tokens_total")
         asked = self.grown("drafthouse_step_seconds_count", phase="draft")

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from cluster.tools.drill.faults import Part
-from cluster.tools.drill.page import Page
 from cluster.tools.drill.processes import Measure
+from cluster.tools.page import Page
 
 MIB = 2**20
 WARM_SHARE = 1 / 3  # of a process's samples, while caches and allocators fill

@@ -7,7 +7,6 @@ from cluster.actors.machine import Machine, NodeHandle
 from cluster.config import DrafthouseConfig
 from cluster.tools.drill.faults import Census, Fault, Harm, Part
 from cluster.tools.drill.layout import Layout, num_draft_supervisors, num_draft_workers
-from cluster.tools.drill.page import Page, read_page
 from cluster.tools.drill.processes import (
     Measure,
     found,
@@ -17,6 +16,7 @@ from cluster.tools.drill.processes import (
     measured,
     resume,
 )
+from cluster.tools.page import Page, read_page
 
 PAUSE_SECONDS = 5.0
 POLL_SECONDS = 0.25
