@@ -9,7 +9,6 @@ no function is compiled with `fastmath`.
 import numpy as np
 from numba import carray, float64, int64, njit, prange, void
 
-from cluster.models import tiles
 from cluster.models.tiles import (
     BLOCK,
     KEYS_AHEAD,
@@ -20,30 +19,22 @@ from cluster.models.tiles import (
     chains,
     dot,
     dots,
+    exp,
     exponentials,
+    float_tile,
     floats,
     int8_tile,
     integers,
-    power_of_two,
     weigh,
 )
-from cluster.models.tiles import tile as float_tile
 
-LOG2_E, LN2_HIGH, LN2_LOW = (
-    np.float32(tiles.LOG2_E),
-    np.float32(tiles.LN2_HIGH),
-    np.float32(tiles.LN2_LOW),
-)
-E5, E4, E3, E2, E1, E0 = map(np.float32, tiles.EXPONENTIAL)
 KEYS_AT_HAND = 64  # that all rows look at while the nearest cache has them
 ROWS_AT_ONCE = 16
 LAYER_COLUMNS = 15  # of the table of layers
 PLACES_AHEAD = KEYS_AHEAD + LANES
 AHEAD_BYTES = 4096  # of weights, fetched before their turn
 CHUNK = 256  # columns that are passed over together
-ONE, ZERO, HALF = np.float32(1), np.float32(0), np.float32(0.5)
-LEAST_EXPONENT = np.float32(tiles.LEAST_EXPONENT)
-MOST_EXPONENT = np.float32(tiles.MOST_EXPONENT)
+ONE, ZERO = np.float32(1), np.float32(0)
 
 inner = njit(cache=True, error_model="numpy")
 
@@ -51,16 +42,6 @@ inner = njit(cache=True, error_model="numpy")
 def kernel(signature, *, parallel=False):
     """Compile it now, or take what was compiled before."""
     return njit(signature, cache=True, error_model="numpy", nogil=True, parallel=parallel)
-
-
-@njit(inline="always")
-def _exp(x):
-    """Compute e to the x, to some two units of the last place."""
-    x = min(max(x, LEAST_EXPONENT), MOST_EXPONENT)
-    power = np.floor(x * LOG2_E + HALF)
-    rest = x - power * LN2_HIGH - power * LN2_LOW
-    polynomial = ((((E5 * rest + E4) * rest + E3) * rest + E2) * rest + E1) * rest + E0
-    return (polynomial * (rest * rest) + rest + ONE) * power_of_two(np.int32(power))
 
 
 @inner
@@ -71,7 +52,7 @@ def _linear(x, num_rows, num_inputs, weights, num_outputs, scales, bias, residua
     block_bytes = num_inputs * BLOCK * size
     passes = (num_rows + MOST_ROWS - 1) // MOST_ROWS
     for block in range(span[0], span[1]):
-        first = block * BLOCK
+        first, packed = block * BLOCK, weights + block * block_bytes
         width = min(BLOCK, num_outputs - first)
         whole = width == BLOCK and not scales and not bias and not residual
         row = 0
@@ -79,7 +60,6 @@ def _linear(x, num_rows, num_inputs, weights, num_outputs, scales, bias, residua
             left = num_rows - row
             count = (left + passes - 1 - index) // (passes - index)
             rows = x + row * num_inputs * 4
-            packed = weights + block * block_bytes
             if passes == 1:
                 ahead, ahead_step = packed + AHEAD_BYTES, BLOCK * size
             else:  # each its share of the next block
@@ -162,7 +142,7 @@ def swiglu(gate_up, num_rows, size, out):
         up = carray(floats(gate_up + (2 * row + 1) * size * 4), size)
         result = carray(floats(out + row * size * 4), size)
         for index in range(size):
-            result[index] = gate[index] / (ONE + _exp(-gate[index])) * up[index]
+            result[index] = gate[index] / (ONE + exp(-gate[index])) * up[index]
 
 
 @kernel(int64(*[int64] * 8))

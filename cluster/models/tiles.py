@@ -50,49 +50,14 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 BYTES = ir.PointerType(INT8)
 
 
-@intrinsic
-def tile(
-    context: Any,
-    num_rows: Any,
-    x: Any,
-    ldx: Any,
-    weights: Any,
-    num_inputs: Any,
-    out: Any,
-    ldout: Any,
-    ahead: Any,
-    ahead_step: Any,
-) -> Any:
-    """Up to MOST_ROWS rows times one block of `[num_inputs, BLOCK]` float32 weights.
+def _tile_of(*, int8: bool) -> Any:
+    """Up to MOST_ROWS rows times one block of `[num_inputs, BLOCK]` weights.
 
-    Rows of `x` lie `ldx` numbers apart, those of `out` `ldout`. With each input, what lies at
-    `ahead` is fetched into caches, which goes on by `ahead_step` bytes.
+    They are float32, or int8 and each taken for the number that it is. Rows of `x` lie `ldx`
+    numbers apart, those of `out` `ldout`. With each input, what lies at `ahead` is fetched into
+    caches, which goes on by `ahead_step` bytes.
     """
-    del context
-    arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout, ahead, ahead_step)
-    return types.void(*arguments), _tile_of(int8=False)
 
-
-@intrinsic
-def int8_tile(
-    context: Any,
-    num_rows: Any,
-    x: Any,
-    ldx: Any,
-    weights: Any,
-    num_inputs: Any,
-    out: Any,
-    ldout: Any,
-    ahead: Any,
-    ahead_step: Any,
-) -> Any:
-    """The same of int8 weights, each taken for the number that it is."""
-    del context
-    arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout, ahead, ahead_step)
-    return types.void(*arguments), _tile_of(int8=True)
-
-
-def _tile_of(*, int8: bool) -> Callable[..., Value]:
     def generate(context: Any, builder: Builder, _: Any, arguments: list[Value]) -> Value:
         num_rows, *others = arguments
         counts = range(1, MOST_ROWS + 1)
@@ -103,7 +68,24 @@ def _tile_of(*, int8: bool) -> Callable[..., Value]:
         )
         return context.get_dummy_value()
 
-    return generate
+    @intrinsic
+    def tile(
+        context: Any,
+        num_rows: Any,
+        x: Any,
+        ldx: Any,
+        weights: Any,
+        num_inputs: Any,
+        out: Any,
+        ldout: Any,
+        ahead: Any,
+        ahead_step: Any,
+    ) -> Any:
+        del context
+        arguments = (num_rows, x, ldx, weights, num_inputs, out, ldout, ahead, ahead_step)
+        return types.void(*arguments), generate
+
+    return tile
 
 
 def _tile(builder: Builder, arguments: list[Value], *, num_rows: int, int8: bool) -> None:
@@ -133,8 +115,11 @@ def _tile(builder: Builder, arguments: list[Value], *, num_rows: int, int8: bool
     for index, total in enumerate(totals):
         row, vector = divmod(index, VECTORS)
         offset = builder.add(builder.mul(ldout, INT64(row)), INT64(vector * LANES))
-        store = builder.store(total, _pointer(builder, _at(builder, out, offset, 4), VECTOR))
-        store.align = 4
+        _store(builder, total, _at(builder, out, offset, 4))
+
+
+float_tile = _tile_of(int8=False)
+int8_tile = _tile_of(int8=True)
 
 
 @intrinsic
@@ -161,15 +146,14 @@ def _pointer_to(kind: Any) -> Callable[..., Value]:
 
 
 @intrinsic
-def power_of_two(context: Any, exponent: Any) -> Any:
-    """Take 2 to an int32 of -126 to 127, as float32, of its bits."""
+def exp(context: Any, x: Any) -> Any:
+    """Compute e to a float32, to some two units of the last place."""
     del context
 
     def generate(_: Any, builder: Builder, __: Any, arguments: list[Value]) -> Value:
-        biased = builder.add(arguments[0], INT32(127))
-        return builder.bitcast(builder.shl(biased, INT32(23)), FLOAT)
+        return _exp(builder, arguments[0])
 
-    return types.float32(exponent), generate
+    return types.float32(x), generate
 
 
 @intrinsic
@@ -198,13 +182,12 @@ def dots(
 
         def group(number: Value, _: list[Value]) -> list[Value]:
             first = builder.mul(number, INT64(LANES))
-            runs = [
-                _load(builder, _at(builder, places, builder.add(first, INT64(lane)), 8), INT64, 8)
-                for lane in range(LANES)
-            ]
 
-            later = range(KEYS_AHEAD, KEYS_AHEAD + LANES)
-            _fetch_runs(builder, places, [builder.add(first, INT64(at)) for at in later], num_bytes)
+            def run(at: int) -> Value:
+                return _place(builder, places, builder.add(first, INT64(at)))
+
+            runs = [run(lane) for lane in range(LANES)]
+            _fetch_runs(builder, [run(KEYS_AHEAD + lane) for lane in range(LANES)], num_bytes)
 
             def head(head: Value, _: list[Value]) -> list[Value]:
                 query = builder.add(queries, builder.mul(head, num_bytes))
@@ -222,8 +205,7 @@ def dots(
                 zeros = [ir.Constant(VECTOR, [0.0] * LANES)] * LANES
                 totals = _sums(builder, _loop(builder, num_vectors, zeros, accumulate))
                 at = builder.add(first, builder.mul(apart, head))
-                place = _pointer(builder, _at(builder, out, at, 4), VECTOR)
-                builder.store(totals, place).align = 4
+                _store(builder, totals, _at(builder, out, at, 4))
                 return []
 
             _loop(builder, num_heads, [], head)
@@ -245,10 +227,7 @@ def chains(context: Any, left: Any, right: Any, num: Any, out: Any) -> Any:
 
     def generate(context: Any, builder: Builder, _: Any, arguments: list[Value]) -> Value:
         *places, num, out = arguments
-        runs = [
-            [_load(builder, _at(builder, side, INT64(lane), 8), INT64, align=8) for side in places]
-            for lane in range(LANES)
-        ]
+        runs = [[_place(builder, side, INT64(lane)) for side in places] for lane in range(LANES)]
 
         def one(index: Value, sums: list[Value]) -> list[Value]:
             after = []
@@ -258,8 +237,7 @@ def chains(context: Any, left: Any, right: Any, num: Any, out: Any) -> Any:
             return after
 
         for lane, total in enumerate(_loop(builder, num, [FLOAT(0.0)] * LANES, one)):
-            place = _pointer(builder, _at(builder, out, INT64(lane), 4), FLOAT)
-            builder.store(total, place).align = 4
+            _store(builder, total, _at(builder, out, INT64(lane), 4))
         return context.get_dummy_value()
 
     return types.void(left, right, num, out), generate
@@ -290,10 +268,8 @@ def weigh(
 
         def of_size(heads: int, vectors: int) -> None:
             def one(index: Value, sums: list[Value]) -> list[Value]:
-                place = _load(builder, _at(builder, places, index, 8), INT64, align=8)
-                place = builder.add(place, offset)
-                later = builder.add(index, INT64(KEYS_AHEAD))
-                later = _load(builder, _at(builder, places, later, 8), INT64, align=8)
+                place = builder.add(_place(builder, places, index), offset)
+                later = _place(builder, places, builder.add(index, INT64(KEYS_AHEAD)))
                 for line in range(0, 4 * LANES * vectors, LINE_BYTES):
                     _prefetch(builder, builder.add(builder.add(later, offset), INT64(line)))
                 values = [
@@ -314,7 +290,7 @@ def weigh(
             sums = [builder.add(out, INT64(4 * LANES * at)) for at in range(heads * vectors)]
             before = [_load(builder, place, VECTOR) for place in sums]
             for place, total in zip(sums, _loop(builder, num, before, one), strict=True):
-                builder.store(total, _pointer(builder, place, VECTOR)).align = 4
+                _store(builder, total, place)
 
         _by_size(builder, num_heads, num_vectors, of_size)
         return context.get_dummy_value()
@@ -340,7 +316,7 @@ def exponentials(context: Any, scores: Any, num: Any, scale: Any) -> Any:
 
         def end(index: Value, _: list[Value]) -> list[Value]:
             at = _at(builder, scores, builder.add(num, index), 4)
-            builder.store(FLOAT(-float("inf")), _pointer(builder, at, FLOAT)).align = 4
+            _store(builder, FLOAT(-float("inf")), at)
             return []
 
         def larger(group: Value, most: list[Value]) -> list[Value]:
@@ -350,7 +326,7 @@ def exponentials(context: Any, scores: Any, num: Any, scale: Any) -> Any:
             at = place(group)
             distance = builder.fsub(_load(builder, at, VECTOR), largest)
             value = _exp(builder, builder.fmul(distance, factor))
-            builder.store(value, _pointer(builder, at, VECTOR)).align = 4
+            _store(builder, value, at)
             return [builder.fadd(sums[0], value)]
 
         rest = builder.sub(builder.mul(groups, INT64(LANES)), num)
@@ -468,26 +444,28 @@ def _larger(builder: Builder, left: Value, right: Value) -> Value:
 
 
 def _exp(builder: Builder, x: Value) -> Value:
-    """Compute e to numbers of at most 0, to some two units of the last place."""
+    """Compute e to the x, a vector or a number, to some two units of the last place."""
+    num_lanes = LANES if x.type == VECTOR else 0
+    whole = ir.VectorType(INT32, LANES) if num_lanes else INT32
 
-    def all_lanes(number: float) -> Value:
-        return ir.Constant(VECTOR, [number] * LANES)
+    def everywhere(kind: Any, number: float) -> Value:
+        return ir.Constant(kind, [number] * num_lanes if num_lanes else number)
 
-    x = _larger(builder, x, all_lanes(LEAST_EXPONENT))
-    shifted = builder.fadd(builder.fmul(x, all_lanes(LOG2_E)), all_lanes(0.5))
-    kind = ir.FunctionType(VECTOR, [VECTOR])
-    floor = cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32")
-    power = builder.call(floor, [shifted])
+    number = partial(everywhere, x.type)
+    x = _larger(builder, x, number(LEAST_EXPONENT))
+    is_more = builder.fcmp_ordered(">", x, number(MOST_EXPONENT))
+    x = builder.select(is_more, number(MOST_EXPONENT), x)
+    shifted = builder.fadd(builder.fmul(x, number(LOG2_E)), number(0.5))
+    power = _call(builder, "floor", shifted)
     minus = builder.fneg(power)
-    rest = _fma(builder, minus, all_lanes(LN2_LOW), _fma(builder, minus, all_lanes(LN2_HIGH), x))
-    polynomial = all_lanes(EXPONENTIAL[0])
+    rest = _fma(builder, minus, number(LN2_LOW), _fma(builder, minus, number(LN2_HIGH), x))
+    polynomial = number(EXPONENTIAL[0])
     for coefficient in EXPONENTIAL[1:]:
-        polynomial = _fma(builder, polynomial, rest, all_lanes(coefficient))
+        polynomial = _fma(builder, polynomial, rest, number(coefficient))
     square = builder.fmul(rest, rest)
-    value = builder.fadd(_fma(builder, polynomial, square, rest), all_lanes(1.0))
-    whole = ir.VectorType(INT32, LANES)
-    exponent = builder.add(builder.fptosi(power, whole), ir.Constant(whole, [127] * LANES))
-    scale = builder.bitcast(builder.shl(exponent, ir.Constant(whole, [23] * LANES)), VECTOR)
+    value = builder.fadd(_fma(builder, polynomial, square, rest), number(1.0))
+    exponent = builder.add(builder.fptosi(power, whole), everywhere(whole, 127))
+    scale = builder.bitcast(builder.shl(exponent, everywhere(whole, 23)), x.type)
     return builder.fmul(value, scale)
 
 
@@ -539,6 +517,16 @@ def _load(builder: Builder, address: Value, kind: Any, align: int = 4) -> Value:
     return value
 
 
+def _place(builder: Builder, places: Value, index: Value) -> Value:
+    """One of some addresses."""
+    return _load(builder, _at(builder, places, index, 8), INT64, align=8)
+
+
+def _store(builder: Builder, value: Value, address: Value) -> None:
+    """Put a vector or a number of float32."""
+    builder.store(value, _pointer(builder, address, value.type)).align = 4
+
+
 def _levels(builder: Builder, address: Value) -> Value:
     """A vector of int8 levels, as float32."""
     levels = _load(builder, address, ir.VectorType(INT8, LANES), align=1)
@@ -554,15 +542,20 @@ def _spread(builder: Builder, number: Value) -> Value:
 
 def _fma(builder: Builder, left: Value, right: Value, total: Value) -> Value:
     """Add left * right to total, vectors or numbers, rounded once."""
-    kind = ir.FunctionType(total.type, [total.type] * 3)
-    name = f"llvm.fma.v{LANES}f32" if total.type == VECTOR else "llvm.fma.f32"
-    fma = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(fma, [left, right, total])
+    return _call(builder, "fma", left, right, total)
 
 
-def _fetch_runs(builder: Builder, places: Value, indices: list[Value], num_bytes: Value) -> None:
+def _call(builder: Builder, name: str, *values: Value) -> Value:
+    """One of LLVM's own functions of float32, of vectors or numbers."""
+    [kind] = {value.type for value in values}
+    suffix = f"v{LANES}f32" if kind == VECTOR else "f32"
+    declared = ir.FunctionType(kind, [kind] * len(values))
+    function = cgutils.get_or_insert_function(builder.module, declared, f"llvm.{name}.{suffix}")
+    return builder.call(function, values)
+
+
+def _fetch_runs(builder: Builder, runs: list[Value], num_bytes: Value) -> None:
     """Fetch runs of so many bytes that will be read."""
-    runs = [_load(builder, _at(builder, places, index, 8), INT64, align=8) for index in indices]
 
     def line(number: Value, _: list[Value]) -> list[Value]:
         for run in runs:
