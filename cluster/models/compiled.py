@@ -20,6 +20,7 @@ from torch import Tensor
 from cluster.models.kv_cache import KVCache
 from cluster.models.spec import ModelSpec
 
+SOURCES = ("kernels.py", "attention_kernels.py", "tiles.py", "emit.py", "jit.py")
 PARALLEL_FROM = 100_000  # products: fewer take less time than calling a second thread
 
 
@@ -315,7 +316,7 @@ def _numba() -> Any:  # noqa: ANN401 - it has no types
     numba.config.THREADING_LAYER = "threadsafe"
     if not numba.config.CACHE_DIR:  # its own looks for changes in one of the files alone
         digest = hashlib.sha256()
-        for name in ("kernels.py", "tiles.py"):
+        for name in SOURCES:
             digest.update(Path(__file__).with_name(name).read_bytes())
         folder = _code_folder() / digest.hexdigest()[:16]
         numba.config.CACHE_DIR = str(folder)
