@@ -57,7 +57,7 @@ console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 Target = Annotated[str, typer.Option(help="Hugging Face id, folder, .gguf file or built-in name.")]
-Draft = Annotated[str, typer.Option(help="ngram, off, a model REF, or ngram+REF.")]
+Draft = Annotated[str, typer.Option(help="off, ngram, ngram:TABLE, a model REF, or ngram+REF.")]
 NumSpeculativeTokens = Annotated[
     str, typer.Option(metavar="K|auto", help="Drafts per step: always K, or as many as pay.")
 ]

@@ -72,7 +72,7 @@ def engine(  # noqa: PLR0913 - one parameter an option
     ] = "chat",
     target: Target = BUILTIN_MODEL,
     draft: Annotated[
-        list[str] | None, typer.Option(help="off, ngram, REF or ngram+REF; several.")
+        list[str] | None, typer.Option(help="off, ngram, ngram:TABLE, REF or ngram+REF; several.")
     ] = None,
     num_speculative_tokens: Annotated[
         list[str] | None, typer.Option(help="Drafts per step, 4 if not given; several.")
@@ -241,7 +241,7 @@ def interference(
 
 def validate(
     *,
-    draft: Annotated[str, typer.Option(help="ngram, off, a model REF, or ngram+REF.")],
+    draft: Annotated[str, typer.Option(help="off, ngram, ngram:TABLE, a model REF, or ngram+REF.")],
     target: Target = BUILTIN_MODEL,
     num_speculative_tokens: Annotated[int, typer.Option(min=0, max=64)] = 4,
     dtype: Annotated[str, typer.Option(help="Number format of target and draft.")] = "float32",

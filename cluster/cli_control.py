@@ -35,7 +35,7 @@ def control(  # noqa: PLR0913 - one parameter an option
     ] = None,
     target: Target = BUILTIN_MODEL,
     draft: Annotated[
-        list[str] | None, typer.Option(help="c: ngram or a model reference; several.")
+        list[str] | None, typer.Option(help="c: ngram, ngram:TABLE or a model; several.")
     ] = None,
     workload: Annotated[
         list[str] | None,
@@ -47,6 +47,7 @@ def control(  # noqa: PLR0913 - one parameter an option
     fixed: Annotated[list[str] | None, typer.Option(help="c: the fixed K; several.")] = None,
     dtype: DTypes = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="c: of every answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="c: 0 is greedy.")] = 0.0,
     num_prompts: Annotated[int, typer.Option(min=1, help="c: of a workload, in full waves.")] = 8,
     rounds: Rounds = 3,
     way: Annotated[
@@ -99,6 +100,7 @@ def control(  # noqa: PLR0913 - one parameter an option
             fixed=some(fixed, FIXED, "--fixed"),
             dtype=number_format,
             max_tokens=max_tokens,
+            temperature=temperature,
             num_prompts=num_prompts,
             rounds=rounds,
         ),

@@ -39,7 +39,7 @@ def serve(  # noqa: PLR0913 - one parameter an option
     *,
     target: Annotated[str | None, typer.Option(help="Model reference of the target.")] = None,
     draft: Annotated[
-        str | None, typer.Option(help="ngram, off, a model REF, or ngram+REF.")
+        str | None, typer.Option(help="off, ngram, ngram:TABLE, a model REF, or ngram+REF.")
     ] = None,
     num_speculative_tokens: Annotated[
         str | None, typer.Option(metavar="K|auto", help="Drafts per step: always K, or what pays.")

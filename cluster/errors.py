@@ -209,7 +209,7 @@ class Overloaded(DrafthouseError):
         problem = f"{waiting} requests wait already, the limit is {limit}"
         if wait_seconds is not None and deadline_seconds is not None:
             problem = (
-                f"{waiting} requests wait already: the turn of this one is expected in "
+                f"{waiting} requests wait already: the answer to this one is expected in "
                 f"{wait_seconds:.2f} s, and its deadline is in {deadline_seconds:.2f} s"
             )
         super().__init__(problem)

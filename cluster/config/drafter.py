@@ -11,6 +11,7 @@ from cluster.config.base import Config, DType, Resources
 from cluster.errors import ConfigurationError
 
 BOTH_FLAG = "ngram+"  # before a model reference
+TABLE_FLAG = "ngram:"  # before a table's file
 SKIP_FLAG = "skip:"  # before layers
 
 
@@ -184,7 +185,7 @@ def draft_tables(drafter: AnyDrafterConfig) -> tuple[Path, ...]:
 def drafter_from_flag(
     draft: str, *, kind_of: Callable[[str], str] = lambda _: "model", **model_fields: object
 ) -> AnyDrafterConfig:
-    """What `--draft ngram|off|REF|ngram+REF` means.
+    """What `--draft off|ngram|ngram:TABLE|REF|ngram+REF` means.
 
     REF is skip: and layers of the target to leave out (skip:3,5-9), or a reference of the kind that
     `kind_of` says: model, medusa or eagle. `model_fields` say the rest of a model's section.
@@ -194,6 +195,8 @@ def drafter_from_flag(
         return NoDrafterConfig()
     if draft == "ngram":
         return NgramDrafterConfig()
+    if draft.startswith(TABLE_FLAG):
+        return NgramDrafterConfig(table=Path(draft.removeprefix(TABLE_FLAG)))
     drafter = _member_from_flag(draft.removeprefix(BOTH_FLAG), kind_of, model_fields)
     if draft.startswith(BOTH_FLAG):
         return ChoiceDrafterConfig(drafters=(NgramDrafterConfig(), drafter))

@@ -93,14 +93,14 @@ class AcceptanceModel:
         `hope` adds so many standard deviations of what is not known yet to the logit of each first
         position: decided by such survivals, what might be good is tried until it is known.
         """
-        margins, offered = _margins(drafts)
+        told = _Told(drafts)
         rows = self._sequences.rows(seq_ids)
-        logits = self._logits(rows, drafts, margins)
+        logits = self._logits(rows, told)
         survivals = _chances(logits).cumprod(axis=1)
-        if hope and margins.shape[1]:
-            spreads = self._spreads(rows, drafts, margins[:, 0])
-            survivals[:, 0] = _chances(logits[:, 0] + hope * spreads)
-        survivals *= offered
+        if hope and told.longest:
+            survivals[:, 0] = _chances(logits[:, 0] + hope * self._spreads(rows, told))
+        if told.lengths is not None:
+            survivals *= told.offered
         return np.asarray(survivals)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
@@ -109,24 +109,26 @@ class AcceptanceModel:
         if not outcomes:
             return
         drafts = [outcome.draft for outcome in outcomes]
-        margins, offered = _margins(drafts)
+        told = _Told(drafts)
+        offered = told.offered
         rows = self._sequences.rows([outcome.seq_id for outcome in outcomes])
         num_accepted = np.array([outcome.num_accepted for outcome in outcomes])[:, None]
-        positions = np.arange(margins.shape[1])
+        positions = np.arange(told.longest)
         accepted = positions < num_accepted
         reached = offered & (positions <= num_accepted)
-        chances = _chances(self._logits(rows, drafts, margins))
+        chances = _chances(self._logits(rows, told))
         survivals = np.cumprod(chances, axis=1, dtype=np.float64)
         self._calibration.observe(survivals[offered], accepted[offered].astype(np.float64))
-        for name, group in _by_drafter(drafts):
+        for name, group in told.by_drafter:
             labels = reached[group]
             self._regression(name).learn(
-                margins[group][labels],
+                told.logarithms[group][labels],
+                told.leads[group][labels],
                 np.broadcast_to(positions, labels.shape)[labels],
                 (accepted[group] - chances[group])[labels],
                 chances[group][labels],
             )
-        chances = _chances(self._logits(rows, drafts, margins))
+        chances = _chances(self._logits(rows, told))
         self._learn_bias(rows, chances, accepted, reached)
 
     def forget(self, seq_ids: Iterable[int]) -> None:
@@ -173,19 +175,19 @@ class AcceptanceModel:
         information[rows] = known
         bias[rows] += np.clip(surprise / (known + precision), -MAX_MOVE, MAX_MOVE)
 
-    def _logits(self, rows: IntArray, drafts: Sequence[Draft], margins: FloatArray) -> FloatArray:
+    def _logits(self, rows: IntArray, told: "_Told") -> FloatArray:
         """Of the conditional acceptance of every position `[drafts, longest]`."""
-        logits = np.empty_like(margins)
-        for name, group in _by_drafter(drafts):
-            logits[group] = self._regression(name).logits(margins[group])
+        logits = np.empty_like(told.leads)
+        for name, group in told.by_drafter:
+            logits[group] = self._regression(name).logits(told.logarithms[group], told.leads[group])
         logits += self._sequences["bias"][rows, None]
         return logits
 
-    def _spreads(self, rows: IntArray, drafts: Sequence[Draft], margins: FloatArray) -> FloatArray:
+    def _spreads(self, rows: IntArray, told: "_Told") -> FloatArray:
         """Standard deviations of what is not known of the logit of each first position."""
         variances = 1 / (self._bias_precision + self._sequences["information"][rows])
-        for name, group in _by_drafter(drafts):
-            variances[group] += self._regression(name).variances(margins[group])
+        for name, group in told.by_drafter:
+            variances[group] += self._regression(name).variances(told.logarithms[group, 0])
         return np.asarray(np.sqrt(variances))
 
     def _regression(self, drafter: str) -> "_Regression":
@@ -210,39 +212,39 @@ class _Regression:
         self._weights = self._prior.copy()
         self._information = np.zeros((NUM_FEATURES, NUM_FEATURES))
         self._spread = (1 / self._precision[0], 0.0, 1 / self._precision[1])
+        self._place_weights()
 
-    def logits(self, margins: FloatArray) -> FloatArray:
+    def logits(self, logarithms: FloatArray, leads: FloatArray) -> FloatArray:
         """By draft and position."""
-        places = BUCKETS[: margins.shape[1]]
-        intercepts, slopes = self._weights[NUM_SHARED:].reshape(2, NUM_BUCKETS)[:, places]
-        shared, slope, lead = self._weights[:NUM_SHARED]
-        logarithm, bounded = _features(margins)
-        logarithm *= slopes + slope
-        logarithm += intercepts + shared
-        bounded *= lead
-        logarithm += bounded
-        return logarithm
+        longest = leads.shape[1]
+        logits: FloatArray = logarithms * self._slopes[:longest]
+        logits += self._intercepts[:longest]
+        logits += leads * self._weights[2]
+        return logits
 
-    def variances(self, margins: FloatArray) -> FloatArray:
+    def variances(self, logarithms: FloatArray) -> FloatArray:
         """Of what is not known of the intercept and the first slope."""
         intercept, both, slope = self._spread
-        logarithm, _ = _features(margins)
-        return np.asarray((slope * logarithm + 2 * both) * logarithm + intercept)
+        return np.asarray((slope * logarithms + 2 * both) * logarithms + intercept)
 
     def learn(
-        self, margins: FloatArray, positions: IntArray, surprises: FloatArray, chances: FloatArray
+        self,
+        logarithms: FloatArray,
+        leads: FloatArray,
+        positions: IntArray,
+        surprises: FloatArray,
+        chances: FloatArray,
     ) -> None:
         """One step over labels, all flat; a surprise is what came minus its chance."""
-        count = len(margins)
+        count = len(leads)
         labels = np.zeros((count, NUM_FEATURES))
-        logarithm, bounded = _features(margins)
         places = BUCKETS[positions]
         each = np.arange(count)
         labels[:, 0] = 1
-        labels[:, 1] = logarithm
-        labels[:, 2] = bounded
+        labels[:, 1] = logarithms
+        labels[:, 2] = leads
         labels[each, NUM_SHARED + places] = 1
-        labels[each, NUM_SHARED + NUM_BUCKETS + places] = logarithm
+        labels[each, NUM_SHARED + NUM_BUCKETS + places] = logarithms
         kept = np.exp(-count / WINDOW)
         self._information *= kept
         self._information += labels.T @ (labels * (chances * (1 - chances))[:, None])
@@ -251,6 +253,12 @@ class _Regression:
         covariance = np.linalg.inv(self._information + np.diag(self._precision))
         self._weights += np.clip(covariance @ gradient, -MAX_MOVE, MAX_MOVE)
         self._spread = (covariance[0, 0], covariance[0, 1], covariance[1, 1])
+        self._place_weights()
+
+    def _place_weights(self) -> None:
+        """The weights of each place in a draft."""
+        own = self._weights[NUM_SHARED:].reshape(2, NUM_BUCKETS) + self._weights[:2, None]
+        self._intercepts, self._slopes = own[:, BUCKETS]
 
 
 def _chances(logits: FloatArray) -> FloatArray:
@@ -258,29 +266,41 @@ def _chances(logits: FloatArray) -> FloatArray:
     return np.asarray(1 / (1 + np.exp(-bounded)))
 
 
-def _features(margins: FloatArray) -> tuple[FloatArray, FloatArray]:
-    positive = np.maximum(margins, 0.0)
-    return np.log1p(positive), np.minimum(positive, MAX_MARGIN) * (2 / MAX_MARGIN)
+class _Told:
+    """What drafters told of some drafts; of one that says nothing the margins count as zeros.
 
+    `logarithms` and `leads` are the features of each position `[drafts, longest]`, `lengths` is
+    None where all are equally long, and `by_drafter` says where each drafter's drafts are: mostly
+    there is one, and all are its.
+    """
 
-def _margins(drafts: Sequence[Draft]) -> tuple[FloatArray, NDArray[np.bool_]]:
-    """Margins and what is offered `[drafts, longest]`; a draft that says nothing has zeros."""
-    lengths = list(map(len, [draft.token_ids for draft in drafts]))
-    longest = max(lengths, default=0)
-    told = [draft.margins for draft in drafts]
-    if list(map(len, told)) != lengths:
-        told = [
-            each if len(each) == length else (0.0,) * length
-            for each, length in zip(told, lengths, strict=True)
-        ]
-    flat = np.fromiter(chain.from_iterable(told), np.float64, sum(lengths))
-    if lengths.count(longest) == len(lengths):
-        margins = flat.reshape(len(lengths), longest)
-        return margins, np.ones(margins.shape, dtype=np.bool_)
-    offered = np.arange(longest) < np.array(lengths)[:, None]
-    margins = np.zeros(offered.shape)
-    margins[offered] = flat
-    return margins, offered
+    def __init__(self, drafts: Sequence[Draft]) -> None:
+        lengths = list(map(len, [draft.token_ids for draft in drafts]))
+        self.longest = max(lengths, default=0)
+        told = [draft.margins for draft in drafts]
+        if list(map(len, told)) != lengths:
+            told = [
+                each if len(each) == length else (0.0,) * length
+                for each, length in zip(told, lengths, strict=True)
+            ]
+        margins = np.fromiter(chain.from_iterable(told), np.float64, sum(lengths))
+        shape = (len(lengths), self.longest)
+        self.lengths: IntArray | None = None
+        if lengths.count(self.longest) < len(lengths):
+            self.lengths = np.array(lengths)
+            flat, margins = margins, np.zeros(shape)
+            margins[self.offered] = flat
+        margins = np.maximum(margins.reshape(shape), 0.0)
+        self.logarithms = np.log1p(margins)
+        self.leads = np.minimum(margins, MAX_MARGIN) * (2 / MAX_MARGIN)
+        self.by_drafter = _by_drafter(drafts)
+
+    @property
+    def offered(self) -> NDArray[np.bool_]:
+        """Which positions there are `[drafts, longest]`."""
+        if self.lengths is None:
+            return np.ones(self.leads.shape, dtype=np.bool_)
+        return np.asarray(np.arange(self.longest) < self.lengths[:, None])
 
 
 def _by_drafter(drafts: Sequence[Draft]) -> list[tuple[str, slice | IntArray]]:

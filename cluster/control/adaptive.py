@@ -124,6 +124,11 @@ class AdaptivePolicy:
         return self._acceptance.calibration_error
 
     @property
+    def num_calibrated(self) -> float:
+        """Verified positions that the calibration error rests on."""
+        return self._acceptance.num_calibrated
+
+    @property
     def drafting(self) -> bool:
         """Whether drafting as a whole is thought to pay."""
         return self._regime.drafting

@@ -57,26 +57,48 @@ class Need:
     num_tokens: int
     digests: tuple[int, ...] = ()
     max_tokens: int | None = None  # still to come
+    least_tokens: int = 0  # of them, that certainly are
     deadline_seconds: float | None = None  # from now
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds from now: until a place is free, until it is its turn, and to the last token."""
+    """Seconds from now: until a place is free, until it is its turn, and to the last token.
+
+    `least_seconds` are to the end of the shortest answer there can be, and `alone_seconds` to the
+    last token if the engine had nothing else to do.
+    """
 
     place_seconds: float
     turn_seconds: float
+    least_seconds: float
     last_seconds: float
+    alone_seconds: float
+
+    def in_time(self, deadline_seconds: float) -> bool:
+        """Whether the answer should be there by then.
+
+        Where it should not be on an idle engine either it may be a short one, which only its
+        client can know: then the shortest that there can be decides.
+        """
+        if self.alone_seconds <= deadline_seconds:
+            return self.last_seconds <= deadline_seconds
+        return self.least_seconds <= deadline_seconds
 
 
 def need_of(request: Request) -> Need:
     """What a request, perhaps one that begun elsewhere, takes."""
     token_ids = (*request.prompt_token_ids, *request.output_token_ids)
-    max_tokens = request.stopping.max_tokens
+    stopping, begun = request.stopping, len(request.output_token_ids)
+    ends_early = stopping.stop or stopping.stop_token_ids or request.grammar
+    least = stopping.min_tokens
+    if stopping.ignore_eos and stopping.max_tokens is not None and not ends_early:
+        least = stopping.max_tokens
     return Need(
         num_tokens=len(token_ids),
         digests=prefix_digests(token_ids, salt=request.cache_salt),
-        max_tokens=None if max_tokens is None else max_tokens - len(request.output_token_ids),
+        max_tokens=None if stopping.max_tokens is None else stopping.max_tokens - begun,
+        least_tokens=max(least - begun, 0),
         deadline_seconds=request.deadline_seconds,
     )
 
@@ -100,23 +122,27 @@ def estimate(standing: Standing, need: Need) -> Estimate:
     usual_tokens = load.answer_tokens or UNKNOWN_ANSWER_TOKENS
     place_seconds = max(ahead + 1 - places, 0) * usual_tokens * token_seconds / places
     tokens_ahead = load.prompt_tokens + standing.sent_tokens
-    prompt_tokens = tokens_ahead + need.num_tokens - num_cached(standing, need)
+    own_tokens = need.num_tokens - num_cached(standing, need)
     beside = min(ahead, places)
-    first_seconds = place_seconds + _prompt_seconds(load, beside, prompt_tokens)
-    answer_tokens = usual_tokens if need.max_tokens is None else min(usual_tokens, need.max_tokens)
+    first_seconds = place_seconds + _prompt_seconds(load, beside, tokens_ahead + own_tokens)
+    answer_tokens = max(usual_tokens, need.least_tokens)
+    if need.max_tokens is not None:
+        answer_tokens = min(answer_tokens, need.max_tokens)
+    alone_seconds = _step_seconds(load, 1) / (load.tokens_per_step or 1.0)
     return Estimate(
         place_seconds=place_seconds,
         turn_seconds=place_seconds + _prompt_seconds(load, beside, tokens_ahead),
+        least_seconds=first_seconds + need.least_tokens * token_seconds,
         last_seconds=first_seconds + answer_tokens * token_seconds,
+        alone_seconds=_prompt_seconds(load, 0, own_tokens) + answer_tokens * alone_seconds,
     )
 
 
 def choose(standings: Iterable[Standing], need: Need) -> Standing:
     """The engine that should be done first; of equal ones always the same for the same prefix.
 
-    With a deadline it is one that should have begun by then. Raises TargetUnavailable when there
-    is none, and Overloaded, with the seconds after which another try may do, when all are full or
-    no engine is expected to begin before the deadline.
+    Raises TargetUnavailable when there is none, and Overloaded, with the seconds after which
+    another try may do, when all are full or none is expected to be done before the deadline.
     """
     known = list(standings)
     if not known:
@@ -126,16 +152,13 @@ def choose(standings: Iterable[Standing], need: Need) -> Standing:
         raise _full(known)
     expected = [(standing, estimate(standing, need)) for standing in open_to]
     best, when = min(expected, key=lambda each: (each[1].last_seconds, *_tie(each[0], need)))
-    if need.deadline_seconds is None or when.turn_seconds <= need.deadline_seconds:
+    if need.deadline_seconds is None or when.in_time(need.deadline_seconds):
         return best
-    soonest, when = min(expected, key=lambda each: (each[1].turn_seconds, *_tie(each[0], need)))
-    if when.turn_seconds <= need.deadline_seconds:
-        return soonest
     raise Overloaded(
-        waiting=soonest.num_waiting,
-        limit=soonest.load.max_num_waiting,
-        retry_seconds=_retry(when.turn_seconds - need.deadline_seconds),
-        wait_seconds=when.turn_seconds,
+        waiting=best.num_waiting,
+        limit=best.load.max_num_waiting,
+        retry_seconds=_retry(when.last_seconds - need.deadline_seconds),
+        wait_seconds=when.last_seconds,
         deadline_seconds=need.deadline_seconds,
     )
 

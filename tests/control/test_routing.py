@@ -10,6 +10,7 @@ from cluster.control.routing import Need, Sent, Standing, choose, estimate, need
 from cluster.errors import Overloaded, TargetUnavailable
 from cluster.messages import EngineLoad
 from cluster.prefixes import DIGEST_TOKENS, prefix_digests
+from cluster.request import StoppingParams
 from tests.harness import make_request
 
 PLACES = 4
@@ -114,7 +115,9 @@ def test_more_before_a_request_never_has_it_done_sooner(
     before, after = estimate(engine, NEED), estimate(busier, NEED)
     assert after.place_seconds >= before.place_seconds
     assert after.last_seconds >= before.last_seconds
-    assert 0 <= before.place_seconds <= before.turn_seconds <= before.last_seconds
+    assert 0 <= before.place_seconds <= before.turn_seconds <= before.least_seconds
+    assert before.least_seconds <= before.last_seconds
+    assert before.alone_seconds <= before.last_seconds
 
 
 @given(standings, st.integers(0, 9))
@@ -167,27 +170,45 @@ def test_one_prefix_has_one_home_before_anyone_holds_it() -> None:
     assert len(set(homes.values())) == len(engines)
 
 
-def test_x78_a_wait_past_the_deadline_is_refused_with_when_to_try_again() -> None:
-    """A request that cannot begin in time is turned away at once, and one that can is not."""
+def test_x78_an_answer_past_the_deadline_is_refused_with_when_to_try_again() -> None:
+    """A request that would be answered too late is turned away at once, and no other is."""
     busy = standing("a", running=PLACES, waiting=4)
-    wait = estimate(busy, NEED).turn_seconds
-    assert choose([busy], replace(NEED, deadline_seconds=wait + 0.01)) is busy
+    when = estimate(busy, NEED)
+    assert choose([busy], replace(NEED, deadline_seconds=when.last_seconds + 0.01)) is busy
     with pytest.raises(Overloaded) as refused:
-        choose([busy], replace(NEED, deadline_seconds=wait - 1.5))
+        choose([busy], replace(NEED, deadline_seconds=when.last_seconds - 1.5))
     assert refused.value.retry_seconds == pytest.approx(1.5)
     assert refused.value.waiting == 4
     assert "deadline" in str(refused.value)
 
 
-def test_an_engine_that_begins_in_time_is_taken_over_one_that_ends_first() -> None:
-    """A deadline is kept if any engine can keep it."""
-    need = Need(num_tokens=5)
-    quick_late = standing("a", running=PLACES, waiting=4, base_seconds=0.004, row_seconds=0.0)
-    slow_now = standing("b", base_seconds=0.05)
-    assert choose([quick_late, slow_now], need) is quick_late
-    begins = estimate(slow_now, need).turn_seconds
-    assert begins < estimate(quick_late, need).turn_seconds
-    assert choose([quick_late, slow_now], replace(need, deadline_seconds=begins)) is slow_now
+def test_what_only_a_short_answer_can_keep_is_the_clients_to_try() -> None:
+    """A deadline that the usual answer misses on an idle engine is not for lack of room.
+
+    But what is certain to be asked for must be there in time.
+    """
+    idle, busy = standing("a"), standing("a", running=PLACES, waiting=4)
+    soon = estimate(idle, NEED).alone_seconds - 0.01
+    assert choose([idle], replace(NEED, deadline_seconds=soon)) is idle
+    for engine, least_tokens in ((busy, 0), (idle, 100)):
+        with pytest.raises(Overloaded):
+            choose([engine], replace(NEED, deadline_seconds=soon, least_tokens=least_tokens))
+
+
+@pytest.mark.parametrize(
+    ("stopping", "least_tokens"),
+    [
+        (StoppingParams(max_tokens=50, ignore_eos=True), 40),
+        (StoppingParams(max_tokens=50, ignore_eos=True, stop=("end",)), 0),
+        (StoppingParams(max_tokens=50, ignore_eos=True, stop_token_ids=(7,), min_tokens=30), 20),
+        (StoppingParams(max_tokens=50, min_tokens=5), 0),
+        (StoppingParams(ignore_eos=True), 0),
+    ],
+)
+def test_how_long_an_answer_is_at_least(stopping: StoppingParams, least_tokens: int) -> None:
+    """As far as nothing can end it, less what is there already."""
+    request = replace(make_request([1, 2]), stopping=stopping, output_token_ids=(3,) * 10)
+    assert need_of(request).least_tokens == least_tokens
 
 
 def test_full_queues_say_when_there_should_be_room() -> None:

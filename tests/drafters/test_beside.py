@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from cluster.config import (
     DrafthouseConfig,
     EagleDrafterConfig,
+    NgramDrafterConfig,
     SkipDrafterConfig,
     TargetConfig,
     drafter_from_flag,
@@ -105,6 +106,11 @@ def test_the_flag_says_which_layers() -> None:
     for flag in ("skip:", "skip:a", "skip:1-", "skip:-1"):
         with pytest.raises(ConfigurationError, match="is no layer"):
             drafter_from_flag(flag)
+
+
+def test_the_flag_names_a_table() -> None:
+    """ngram: and the table's file."""
+    assert drafter_from_flag("ngram:a.table") == NgramDrafterConfig(table=Path("a.table"))
 
 
 def test_serve_refuses_before_it_starts(target: Path, tmp_path: Path) -> None:

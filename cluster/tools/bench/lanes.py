@@ -81,10 +81,13 @@ class Variant:
 
 
 class Lane:
-    """An engine at work. Only one lane of a lab is given requests at a time."""
+    """An engine at work, and what decides for it. One lane of a lab is given requests at a time."""
 
-    def __init__(self, engine: Engine, clock: "Clock", registry: CollectorRegistry) -> None:
+    def __init__(
+        self, engine: Engine, policy: Policy, clock: "Clock", registry: CollectorRegistry
+    ) -> None:
         self.engine = engine
+        self.policy = policy
         self._clock = clock
         self._registry = registry
 
@@ -156,7 +159,7 @@ class Lab:
         )
         loop = asyncio.create_task(engine.run())
         try:
-            yield Lane(engine, clock, registry)
+            yield Lane(engine, policy, clock, registry)
         finally:
             await engine.close()
             await asyncio.to_thread(close_drafter, drafter)

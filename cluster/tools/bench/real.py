@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
+from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
 
@@ -25,6 +26,9 @@ from cluster.tools.bench.lanes import Lab, Variant, open_lab
 from cluster.tools.bench.page import Bars, Section, Sheet
 from cluster.tools.bench.progress import Report
 from cluster.tools.bench.workloads import Workload, parse_workload
+
+if TYPE_CHECKING:
+    from cluster.control.adaptive import AdaptivePolicy
 
 RANDOM, MIXED = "random", "mixed"
 WORKLOADS = ("copy", "code", "chat", RANDOM, MIXED)
@@ -90,6 +94,8 @@ class RealCell:
     off: Rounds
     controller: Rounds
     fixed: dict[int, Rounds]
+    calibration_error: float  # after the cell, of all that the controller has seen verified,
+    num_calibrated: float  # so many positions
 
     @property
     def best_fixed(self) -> int:
@@ -132,6 +138,8 @@ class RealCell:
             "ratio_to_best": self.ratio_to_best,
             "acceptance_length": self.controller.acceptance_length,
             "same_tokens": self.same_tokens,
+            "calibration_error": self.calibration_error,
+            "verified_positions": self.num_calibrated,
         }
 
 
@@ -191,8 +199,9 @@ class RealReport:
     @property
     def _headings(self) -> tuple[str, ...]:
         fixed = [f"K={number}" for number in self.cells[0].fixed]
-        ratios = ("to off", "to best fixed", "to best", "tokens a step", "same tokens")
-        return ("drafts", "workload", "at once", "controller", "off", *fixed, *ratios)
+        ratios = ("to off", "to best fixed", "to best")
+        others = ("tokens a step", "same tokens", "calibration error", "positions")
+        return ("drafts", "workload", "at once", "controller", "off", *fixed, *ratios, *others)
 
 
 TEXTS = ("drafts", "workload")
@@ -212,6 +221,8 @@ def cells(cell: RealCell) -> tuple[str, ...]:
         f"{cell.ratio_to_best:.2f}x",
         f"{cell.controller.acceptance_length:.2f}",
         "yes" if cell.same_tokens else "no",
+        f"{cell.calibration_error:.3f}",
+        f"{cell.num_calibrated:.0f}",
     )
 
 
@@ -239,10 +250,11 @@ async def _cells(
     off, controller, *fixed = variants = plan.variants(draft)
     found: list[RealCell] = []
     async with AsyncExitStack() as stack:
-        runs: dict[Variant, Run] = {}
-        for variant in variants:
-            lane = await stack.enter_async_context(lab.lane(variant))
-            runs[variant] = lane.run
+        lanes = {
+            variant: await stack.enter_async_context(lab.lane(variant)) for variant in variants
+        }
+        runs: dict[Variant, Run] = {variant: lane.run for variant, lane in lanes.items()}
+        policy = cast("AdaptivePolicy", lanes[controller].policy)
         await _warm_up(plan, runs)
         for workload, concurrency in (
             (workload, concurrency)
@@ -260,6 +272,8 @@ async def _cells(
                     off=rounds[off],
                     controller=rounds[controller],
                     fixed={each.num_speculative_tokens or 0: rounds[each] for each in fixed},
+                    calibration_error=policy.calibration_error,
+                    num_calibrated=policy.num_calibrated,
                 )
             )
     return found
