@@ -295,6 +295,7 @@ class EngineLoad:
     max_num_waiting: int = 0
     max_prompt_rows: int = 1  # in a step that decodes, too
     max_num_batched_tokens: int = 1
+    keys_per_row: int = 1024  # that cost as much to look at as a row does without any
     prompt_tokens: int = 0
     step_seconds: float = 0.0  # lately, drafting included
     base_seconds: float = 0.0

@@ -122,9 +122,9 @@ def estimate(standing: Standing, need: Need) -> Estimate:
     usual_tokens = load.answer_tokens or UNKNOWN_ANSWER_TOKENS
     place_seconds = max(ahead + 1 - places, 0) * usual_tokens * token_seconds / places
     tokens_ahead = load.prompt_tokens + standing.sent_tokens
-    own_tokens = need.num_tokens - num_cached(standing, need)
+    own_rows = _prompt_rows(load, need.num_tokens, num_cached(standing, need))
     beside = min(ahead, places)
-    first_seconds = place_seconds + _prompt_seconds(load, beside, tokens_ahead + own_tokens)
+    first_seconds = place_seconds + _prompt_seconds(load, beside, tokens_ahead + own_rows)
     answer_tokens = max(usual_tokens, need.least_tokens)
     if need.max_tokens is not None:
         answer_tokens = min(answer_tokens, need.max_tokens)
@@ -134,7 +134,7 @@ def estimate(standing: Standing, need: Need) -> Estimate:
         turn_seconds=place_seconds + _prompt_seconds(load, beside, tokens_ahead),
         least_seconds=first_seconds + need.least_tokens * token_seconds,
         last_seconds=first_seconds + answer_tokens * token_seconds,
-        alone_seconds=_prompt_seconds(load, 0, own_tokens) + answer_tokens * alone_seconds,
+        alone_seconds=_prompt_seconds(load, 0, own_rows) + answer_tokens * alone_seconds,
     )
 
 
@@ -216,12 +216,18 @@ def _step_seconds(load: EngineLoad, num_rows: float) -> float:
     return load.base_seconds + num_rows * load.row_seconds or UNKNOWN_STEP_SECONDS
 
 
-def _prompt_seconds(load: EngineLoad, num_running: int, num_tokens: int) -> float:
-    """How long so many tokens of prompts take, beside so many sequences that decode."""
-    rows = min(load.max_prompt_rows, load.max_num_batched_tokens)
+def _prompt_rows(load: EngineLoad, num_tokens: int, num_cached: int) -> float:
+    """What a prompt costs, in rows that look back on nothing."""
+    own = num_tokens - num_cached
+    return own * (1 + (num_cached + (own - 1) / 2) / load.keys_per_row)
+
+
+def _prompt_seconds(load: EngineLoad, num_running: int, num_rows: float) -> float:
+    """How long so many rows of prompts take, beside so many sequences that decode."""
+    most = min(load.max_prompt_rows, load.max_num_batched_tokens)
     if not num_running:
-        rows = load.max_num_batched_tokens
-    return ceil(num_tokens / rows) * _step_seconds(load, num_running + min(rows, num_tokens))
+        most = load.max_num_batched_tokens
+    return ceil(num_rows / most) * _step_seconds(load, num_running + min(most, num_rows))
 
 
 def _full(standings: Sequence[Standing]) -> Overloaded:

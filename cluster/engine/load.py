@@ -92,6 +92,7 @@ class LoadMeter:
             max_num_seqs=limits.max_num_seqs,
             max_num_waiting=limits.max_num_waiting,
             max_prompt_rows=limits.max_prompt_rows_beside_decodes,
+            keys_per_row=limits.keys_per_row,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             prompt_tokens=sum(s.num_uncomputed_tokens for s in (*prompts, *scheduler.waiting)),
             step_seconds=pace.step_seconds,

@@ -1,5 +1,6 @@
 """Which engine takes a request, from loads alone."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -209,6 +210,14 @@ def test_how_long_an_answer_is_at_least(stopping: StoppingParams, least_tokens: 
     """As far as nothing can end it, less what is there already."""
     request = replace(make_request([1, 2]), stopping=stopping, output_token_ids=(3,) * 10)
     assert need_of(request).least_tokens == least_tokens
+
+
+def test_a_row_of_a_long_prompt_costs_more_than_one_of_a_short_prompt() -> None:
+    """A row that looks back on as many keys as a row is worth costs two."""
+    engine = standing("a", running=1, keys_per_row=100)
+    short, long = (estimate(engine, Need(num_tokens=count)).last_seconds for count in (101, 201))
+    steps = math.ceil(201 * 2 / 16) - math.ceil(101 * 1.5 / 16)
+    assert long - short == pytest.approx(steps * (0.02 + 17 * 0.001))
 
 
 def test_full_queues_say_when_there_should_be_room() -> None:
