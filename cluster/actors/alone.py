@@ -43,7 +43,10 @@ async def lone_draft_worker(
             await worker.ping.remote()
         drafter = RemoteDrafter("alone", engine_id="alone", context_limit=context_limit)
         drafter.set_workers({"alone": worker})
-        yield drafter
+        try:
+            yield drafter
+        finally:
+            await drafter.close()
     finally:
         ray.kill(worker)
 

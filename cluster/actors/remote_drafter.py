@@ -145,6 +145,11 @@ class RemoteDrafter:
             self._take_back(seq_id)
         self._tidy_soon()
 
+    async def close(self) -> None:
+        """Use no worker any more; return when each has confirmed it, or was given time to."""
+        self.set_workers({})
+        await asyncio.gather(*self._leaving)
+
     def _spread(self, queries: Sequence[DraftQuery]) -> dict[DraftLink, list[DraftQuery]]:
         """Each query at the worker that knows its sequence; new ones where the fewest are.
 

@@ -74,13 +74,16 @@ class Estimate:
     least_seconds: float
     last_seconds: float
     alone_seconds: float
+    is_guess: bool = False
 
     def in_time(self, deadline_seconds: float) -> bool:
-        """Whether the answer should be there by then.
+        """Whether the answer should be there by then; so it is while nothing is known of steps.
 
         Where it should not be on an idle engine either it may be a short one, which only its
         client can know: then the shortest that there can be decides.
         """
+        if self.is_guess:
+            return self.place_seconds == 0
         if self.alone_seconds <= deadline_seconds:
             return self.last_seconds <= deadline_seconds
         return self.least_seconds <= deadline_seconds
@@ -135,6 +138,7 @@ def estimate(standing: Standing, need: Need) -> Estimate:
         least_seconds=first_seconds + need.least_tokens * token_seconds,
         last_seconds=first_seconds + answer_tokens * token_seconds,
         alone_seconds=_prompt_seconds(load, 0, own_rows) + answer_tokens * alone_seconds,
+        is_guess=not load.base_seconds + load.row_seconds,
     )
 
 

@@ -76,7 +76,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with the special tokens the model wants around it."""
-        return tuple(self._backend.encode(text, add_special_tokens=True).ids)
+        return self._ids(text, add_special_tokens=True)
 
     def word(self, text: str) -> tuple[tuple[int, ...], ...]:
         """The token ids of a word in the middle of a text, without and with a space before it.
@@ -116,7 +116,7 @@ class Tokenizer:
             raise InvalidRequest(
                 "messages", f"the model's chat template refuses them: {error}"
             ) from error
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
 
     def _within(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that follows a line break, so that it is not marked as a beginning.
@@ -127,7 +127,15 @@ class Tokenizer:
         both = self._backend.encode(f"\n{text}", add_special_tokens=False).ids
         if both[: len(anchor)] == anchor:
             return tuple(both[len(anchor) :])
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids; other threads run meanwhile, as a large prompt takes seconds.
+
+        The library lets them for batches only, of which this is one.
+        """
+        [encoded] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoded.ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of token ids, as a stream of the same tokens would give it."""

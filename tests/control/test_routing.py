@@ -196,6 +196,15 @@ def test_what_only_a_short_answer_can_keep_is_the_clients_to_try() -> None:
             choose([engine], replace(NEED, deadline_seconds=soon, least_tokens=least_tokens))
 
 
+def test_a_deadline_is_not_held_against_a_guess() -> None:
+    """An engine that has not told how fast it is takes whom it has a place for."""
+    new = standing("a", base_seconds=0.0, row_seconds=0.0)
+    need = replace(NEED, deadline_seconds=0.01)
+    assert choose([new], need) is new
+    with pytest.raises(Overloaded):
+        choose([replace(new, num_sent=PLACES)], need)
+
+
 @pytest.mark.parametrize(
     ("stopping", "least_tokens"),
     [
