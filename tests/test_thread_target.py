@@ -22,7 +22,7 @@ class Puppet:
     def step(self, step: StepInput) -> StepOutput:
         """Wait to be let go; a negative step id fails."""
         self.threads.append(threading.current_thread().name)
-        assert self.go.wait(10)
+        assert self.go.wait(120)
         if step.step_id < 0:
             raise KeyError(step.step_id)
         self.finished.append(step.step_id)

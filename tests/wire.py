@@ -28,7 +28,7 @@ MODEL = "tiny model"  # a name with a space, on purpose
 EOS = 2
 NUM_PROMPT = 3
 PROMPT = (5, 6, 7)
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from cluster.models.stored import StoredWeights, read_stored
 from tests.checkpoints import make_checkpoint
 
 PROMPT = (5, 6, 7, 8)
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pydantic import PydanticDeprecatedSince20
 from cluster.config import prepare_ray_environment
 from tests.checkpoints import make_checkpoint
 
-END_SECONDS = 60.0  # agents of a node that was killed notice late
+END_SECONDS = 180.0  # agents of a node that was killed notice late
 MARK = "DRAFTHOUSE_TEST_MODULE"  # in the environment of every process a module starts
 
 # Before anything imports ray: no token file is written to the home folder of whoever runs tests.

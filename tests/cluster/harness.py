@@ -39,7 +39,7 @@ class Served:
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of an HTTP answer."""
         try:
-            with urllib.request.urlopen(f"http://{self.http}{path}", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{self.http}{path}", timeout=120) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

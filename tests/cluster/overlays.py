@@ -116,7 +116,7 @@ class Machine:
             [SERVE, "deploy", "--address", self._dashboard, path],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -150,7 +150,7 @@ class Machine:
         )
 
     def _application(self) -> dict[str, Any]:
-        answer = httpx.get(f"{self._dashboard}{SERVE_PATH}", timeout=60)
+        answer = httpx.get(f"{self._dashboard}{SERVE_PATH}", timeout=120)
         applications = answer.raise_for_status().json()["applications"]
         return dict(applications.get(session.APP_NAME, {}))
 

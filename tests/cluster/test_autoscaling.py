@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 POLL_SECONDS = 0.3
-EDGE_SECONDS = 75.0
+EDGE_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")

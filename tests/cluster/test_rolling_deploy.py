@@ -205,6 +205,6 @@ def get(
         f"http://{HOST}:{machine.http_port}{path}",
         json=body,
         headers={} if key is None else {"Authorization": f"Bearer {key}"},
-        timeout=60,
+        timeout=300,
     )
     return answer.status_code, answer.text

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.wire]
 
 COMMAND = Path(sys.executable).with_name("drafthouse")
 READY = re.compile(r"^ready grpc=(\S+) http=(\S+)$")
-END_SECONDS = 30.0
+END_SECONDS = 120.0
 
 
 def config_file(folder: Path, model: Path, **sections: object) -> Path:
@@ -71,7 +71,7 @@ def refused(*options: object) -> str:
         [COMMAND, "serve", *map(str, options)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2

@@ -49,7 +49,7 @@ class SlowModel:
             seq_id: Resync() if context is None else Draft((len(context.token_ids),))
             for seq_id, context in self.contexts.receive(message).items()
         }
-        assert self.may_go_on.wait(timeout=10)
+        assert self.may_go_on.wait(timeout=120)
         if self.failing:
             message_text = "the device is on fire"
             raise RuntimeError(message_text)
@@ -58,7 +58,7 @@ class SlowModel:
     def advance(self) -> bool:
         """Count, as far as there is something to do."""
         self.num_advances += 1
-        assert self.may_go_on.wait(timeout=10)
+        assert self.may_go_on.wait(timeout=120)
         if self.failing_ahead:
             message_text = "the device is on fire"
             raise RuntimeError(message_text)

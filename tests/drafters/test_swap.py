@@ -161,7 +161,7 @@ class Recorder:
         """One version from its beginning to its end."""
         version = self.version
         self.begun.set()
-        assert self.may_go_on.wait(timeout=10)
+        assert self.may_go_on.wait(timeout=120)
         assert self.version == version
         self.events.append(f"exchange {message.step_id} with {version}")
         return ExchangeOutput(message.step_id, {})
@@ -185,7 +185,7 @@ async def test_a_swap_waits_for_the_exchange_and_comes_before_the_next() -> None
     try:
         with model.stuck():
             first = thread.exchange(ExchangeInput(engine_id="e", step_id=1, wanted=()))
-            assert model.begun.wait(timeout=10)
+            assert model.begun.wait(timeout=120)
             swapped = thread.change(lambda: model.swap(5))
             second = thread.exchange(ExchangeInput(engine_id="e", step_id=2, wanted=()))
             assert not swapped.done()

@@ -48,7 +48,7 @@ def render(program: Path, overlay: str) -> list[Manifest]:
         [program, "kustomize", ROOT / "k8s" / "overlays" / overlay],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from typing import TypeVar
 from cluster.models.parallel import Ranks, join_ranks, leave_ranks, open_store, reach_store
 
 T = TypeVar("T")
-SECONDS = 60.0
+SECONDS = 600.0
 HOST = "127.0.0.1"
 
 

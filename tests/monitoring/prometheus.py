@@ -16,7 +16,7 @@ import yaml
 from cluster.actors.session import free_ports
 from tests.monitoring.rules import groups, program
 
-START_SECONDS = 30.0
+START_SECONDS = 300.0
 Sample = tuple[dict[str, str], float]
 
 
@@ -70,7 +70,7 @@ class Prometheus:
     def _get(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - the API's own shapes
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=120) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             with error:
