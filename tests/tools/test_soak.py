@@ -222,6 +222,10 @@ def test_a_soak_says_how_quick_refusals_were_and_which_deadlines_were_met() -> N
         Ended(Sort.DEADLINE, End.LATE, 2.0, begun=True),
     )
     assert found.deadlines_met == 0.5
+    assert not found.passed
+    assert found.complaints == ["only 50.0% of the deadlines of accepted requests are met"]
+    slow = outcome(*[Ended(Sort.PLAIN, End.REFUSED, 0.2, begun=False)] * 3)
+    assert slow.complaints == ["of refusals one in a hundred takes 200 ms"]
     data = found.as_json()
     assert data["refusal_seconds"]["p50"] == pytest.approx(0.02)  # type: ignore[index]
     console = Console(width=160, record=True, quiet=True)

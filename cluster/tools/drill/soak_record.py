@@ -12,6 +12,9 @@ from cluster.tools.drill.leaks import MIB, Rest, Trend
 from cluster.tools.drill.mix import Sort
 from cluster.tools.drill.open_load import End, Ended
 
+REFUSAL_SECONDS = 0.05  # that 99 of 100 refusals take at most
+LEAST_MET = 0.95  # of the deadlines of accepted requests; faults may cost the others
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakOutcome:
@@ -44,7 +47,18 @@ class SoakOutcome:
     @property
     def passed(self) -> bool:
         """Whether every client saw what it had to, and nothing leaked."""
-        return not (self.num_wrong or self.unexpected or self.leaks)
+        return not (self.num_wrong or self.unexpected or self.leaks or self.complaints)
+
+    @property
+    def complaints(self) -> list[str]:
+        """Of requests that were refused too slowly, or taken and then not answered in time."""
+        late = _percentile(self.refusal_seconds, 99) or 0.0
+        met = 1.0 if self.deadlines_met is None else self.deadlines_met
+        found = {
+            f"of refusals one in a hundred takes {1e3 * late:.0f} ms": late > REFUSAL_SECONDS,
+            f"only {met:.1%} of the deadlines of accepted requests are met": met < LEAST_MET,
+        }
+        return [complaint for complaint, holds in found.items() if holds]
 
     @property
     def refusal_seconds(self) -> list[float]:
@@ -77,12 +91,13 @@ class SoakOutcome:
             "after": self.after.as_json(),
             "memory": [asdict(trend) for trend in self.trends],
             "leaks": list(self.leaks),
+            "complaints": self.complaints,
             "messages": list(self.messages),
             "passed": self.passed,
         }
 
     def __rich__(self) -> Group:
-        lines = [f"leak: {leak}" for leak in self.leaks] + list(self.messages)
+        lines = [f"leak: {leak}" for leak in self.leaks] + [*self.complaints, *self.messages]
         verdict = "passed" if self.passed else "FAILED"
         return Group(self._summary(), self._requests(), self._processes(), *lines, verdict)
 
