@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -23,7 +24,9 @@ from cluster.messages import TokenDelta
 from cluster.request import Request
 from cluster.tenant import ANYONE, Tenant
 from cluster.text.tokenizer import Tokenizer, load_tokenizer
+from cluster.tools.keys import KeyOptions, create_key
 from deployments.auth import Authenticator
+from deployments.keys import KeyRing
 from deployments.openai_errors import error_response, failure_of
 from tests.checkpoints import make_tokenizer
 from tests.harness import series
@@ -304,6 +307,40 @@ async def test_x79_keys_are_asked_for(tokenizer: Tokenizer) -> None:
             assert answer.status_code == 404
             good = {"Authorization": "Bearer good"}
             assert (await it.client.post(path, json=body, headers=good)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_quota_is_429(tokenizer: Tokenizer, tmp_path: Path, *, stream: bool) -> None:
+    """Past its requests a minute a tenant hears which limit it was and when to come back.
+
+    Another one is served meanwhile.
+    """
+    path = tmp_path / "keys.yaml"
+    few = create_key(path, "few", KeyOptions(requests_per_minute=2.0))
+    other = create_key(path, "other", KeyOptions(requests_per_minute=2.0))
+    body = {"messages": TURNS, "stream": stream}
+    async with (
+        served(tokenizer, model=AnyPrompt) as wire,
+        http_over(wire, tokenizer, Authenticator(KeyRing(path))) as it,
+    ):
+        answers = [
+            await it.client.post(
+                f"/v1/{CHAT}", json=body, headers={"Authorization": f"Bearer {key}"}
+            )
+            for key in (few, few, few, other)
+        ]
+        assert len(wire.backend.requests) == 3
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 200]
+    refused = answers[2]
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.json() == {
+        "error": {
+            "message": "requests a minute: the limit of 2 is reached",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "rate_limit_exceeded",
+        }
+    }
 
 
 async def test_an_error_in_the_middle_of_a_stream(
