@@ -153,16 +153,21 @@ class RemoteDrafter:
     def _spread(self, queries: Sequence[DraftQuery]) -> dict[DraftLink, list[DraftQuery]]:
         """Each query at the worker that knows its sequence; new ones where the fewest are.
 
-        Workers that are not trusted get new sequences only when all are like that, and those that
-        have given nothing for a while lose theirs.
+        Workers that are not trusted get new sequences only when all are like that, or when it is
+        time to ask again, and those that have given nothing for a while lose theirs.
         """
         workers = self._workers
-        open_to = [name for name, link in workers.items() if link.patience.trusted] or [*workers]
+        open_to = [
+            name
+            for name, link in workers.items()
+            if link.patience.trusted or link.may_ask(self._step)
+        ] or [*workers]
+        trusted = [name for name in open_to if workers[name].patience.trusted] or [*workers]
         spread: dict[DraftLink, list[DraftQuery]] = defaultdict(list)
         for query in queries:
             known = self._assignment.worker_of(query.seq_id)
             given_up = known is not None and workers[known].num_missed >= MISSED
-            if given_up and known not in open_to:
+            if given_up and known not in trusted:
                 self._take_back(query.seq_id)
                 self._tidy_soon()
             spread[workers[self._assignment.place(query.seq_id, open_to)]].append(query)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.actors.remote_drafter import RemoteDrafter
+from cluster.actors.remote_drafter import TIDY_SECONDS, RemoteDrafter
 from cluster.errors import DrafterUnavailable
 from cluster.interfaces import DraftQuery
 from cluster.messages import (
@@ -176,6 +176,34 @@ def test_one_late_worker_of_two_costs_only_its_own_drafts() -> None:
     run_virtually(steps())
 
 
+def test_one_that_hung_is_given_sequences_again() -> None:
+    """Beside one that never did it loses those it had; once it answers, new ones are its, too."""
+
+    async def steps() -> None:
+        workers = Counting(), Counting()
+        drafter, _ = drafter_with(*workers)
+
+        async def serve(first: int) -> int:
+            """Sequences of ten steps each, two at once; in how many steps the first was asked."""
+            before = len(workers[0].messages)
+            for number in range(first, first + 20, 2):
+                for length in range(10):
+                    queries = [query(i, range(i, i + 1 + length)) for i in (number, number + 1)]
+                    await drafter.propose(queries)
+                    await asyncio.sleep(0.02)
+                drafter.release([number, number + 1])
+            return len(workers[0].messages) - before
+
+        assert await serve(0) >= 100
+        workers[0].gate.clear()
+        assert await serve(20) == 1
+        workers[0].gate.set()
+        await asyncio.sleep(0.1)
+        assert await serve(40) >= 90
+
+    run_virtually(steps())
+
+
 async def test_under_the_ratio_rule_distributions_come_back_from_every_worker() -> None:
     """The rule goes out with each message, and with the drafts comes what they were drawn from."""
     drafter = RemoteDrafter("draft", engine_id="engine", context_limit=100, rule=Rule.RATIO)
@@ -197,3 +225,22 @@ async def test_workers_hear_of_ended_sequences() -> None:
     await drafter.propose([query(2, [7, 8])])
     assert worker.messages[1].finished == (1,)
     assert set(worker.contexts) == {2}
+
+
+def test_a_drafter_that_was_closed_asks_nobody() -> None:
+    """It tells its workers of every sequence, and nothing comes after that."""
+
+    async def steps() -> None:
+        worker = Counting()
+        drafter, _ = drafter_with(worker)
+        await drafter.propose([query(1, [5]), query(2, [7])])
+        drafter.release([1])
+        await drafter.close()
+        assert not worker.contexts
+        num_messages = len(worker.messages)
+        drafter.release([2])
+        await asyncio.sleep(10 * TIDY_SECONDS)
+        assert len(worker.messages) == num_messages
+        assert await reason(drafter, query(3, [5])) == "none"
+
+    run_virtually(steps())

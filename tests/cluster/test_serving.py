@@ -1,5 +1,7 @@
 """The whole application with a tiny target: the same tokens whatever dies meanwhile."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from protos import inference_pb2
 from tests.cluster.harness import (
@@ -24,6 +27,8 @@ from tests.cluster.harness import (
     message,
     until,
 )
+from tests.conformance.test_openai_client import COLOUR, TOOLS, check_call
+from tests.openai_http import with_template
 
 pytestmark = [pytest.mark.ray, pytest.mark.wire]
 
@@ -40,12 +45,37 @@ COUNTERS = (
 )
 
 
+EOS = 2
+TURNS: Any = [{"role": "user", "content": "Say something."}]
+MODEL: Any = {"model": "tiny model"}
+SAMPLED: Any = MODEL | {"temperature": 0.8, "seed": 5, "max_tokens": 48}
+COLOURED: Any = MODEL | {
+    "messages": TURNS,
+    "seed": 1,
+    "temperature": 1,
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "colour", "schema": COLOUR, "strict": True},
+    },
+}
+
+
 @pytest.fixture(scope="module")
-def served(target_folder: Path, expected: list[Answer]) -> Iterator[Served]:
-    """The application with n-gram drafts."""
+def served(
+    target_folder: Path, expected: list[Answer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """The application with n-gram drafts; its target's chat template takes tools."""
     del expected  # computed before Ray takes the cores
-    with application(make_config(target_folder)) as served:
+    folder = tmp_path_factory.mktemp("tools") / "target"
+    shutil.copytree(target_folder, folder)
+    with application(make_config(with_template(folder))) as served:
         yield served
+
+
+def openai_client(served: Served) -> openai.AsyncOpenAI:
+    """OpenAI's own, of Serve's proxy."""
+    base_url = f"http://{served.http}/v1"
+    return openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
 
 
 async def same(served: Served, expected: list[Answer], on_tokens: object = None) -> None:
@@ -95,25 +125,17 @@ async def test_a_chat_over_http_is_grpcs_answer(served: Served) -> None:
 
     Aborted in the middle, and before its first token is there, it frees its sequence.
     """
-    turns: Any = [{"role": "user", "content": "Say something."}]
     grpc_message = inference_pb2.GenerateRequest(
-        messages=turns,
+        messages=TURNS,
         sampling=inference_pb2.Sampling(temperature=0.8, seed=5),
         stopping=inference_pb2.Stopping(max_tokens=NUM_TOKENS, ignore_eos=True),
     )
     async with client(served) as stub:
         whole = await stub.Generate(grpc_message)
     [expected] = whole.answers
-    body: Any = {
-        "model": "tiny model",
-        "messages": turns,
-        "temperature": 0.8,
-        "seed": 5,
-        "stream": True,
-    }
+    body: Any = MODEL | {"messages": TURNS, "temperature": 0.8, "seed": 5, "stream": True}
     extra = {"ignore_eos": True, "return_token_ids": True}
-    address = f"http://{served.http}/v1"
-    async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as http:
+    async with openai_client(served) as http:
         stream = await http.chat.completions.create(
             **body,
             max_tokens=NUM_TOKENS,
@@ -138,15 +160,127 @@ async def test_a_chat_over_http_is_grpcs_answer(served: Served) -> None:
     until(lambda: served.total("drafthouse_requests_total", outcome="abort") == aborted + 2)
 
 
+async def test_a_chats_logprobs_are_grpcs_to_the_last_bit(served: Served) -> None:
+    """Whole and streamed: the same tokens, their logprobs, the best others' and the usage."""
+    grpc_message = inference_pb2.GenerateRequest(
+        messages=TURNS,
+        sampling=inference_pb2.Sampling(temperature=0.8, seed=5),
+        stopping=inference_pb2.Stopping(max_tokens=48),
+        logprobs=True,
+        top_logprobs=3,
+    )
+    async with client(served) as stub:
+        whole = await stub.Generate(grpc_message)
+    [expected] = whole.answers
+    asked: Any = SAMPLED | {"messages": TURNS, "logprobs": True, "top_logprobs": 3}
+    async with openai_client(served) as http:
+        answer = await http.chat.completions.create(**asked)
+        stream = await http.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, last = [chunk async for chunk in stream]
+    [choice] = answer.choices
+    parts = [chunk.choices[0] for chunk in chunks]
+    assert choice.message.content == expected.text
+    assert "".join(part.delta.content or "" for part in parts) == expected.text
+    assert choice.finish_reason == parts[-1].finish_reason
+    streamed = [entry for part in parts if part.logprobs for entry in part.logprobs.content or ()]
+    assert choice.logprobs is not None
+    assert choice.logprobs.content == streamed
+    assert [entry.logprob for entry in streamed] == list(expected.logprobs)
+    assert [[other.logprob for other in entry.top_logprobs] for entry in streamed] == [
+        list(top.logprobs) for top in expected.top_logprobs
+    ]
+    for usage in (answer.usage, last.usage):
+        assert usage is not None
+        assert usage.completion_tokens == len(expected.token_ids)
+        assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+async def test_a_completion_is_the_same_whole_and_streamed(served: Served) -> None:
+    """The older API: several answers, each with its logprobs, in whatever pieces they come."""
+    asked: Any = SAMPLED | {"prompt": "A draft", "n": 3, "logprobs": 2}
+    async with openai_client(served) as http:
+        answer = await http.completions.create(**asked)
+        stream = await http.completions.create(**asked, stream=True)
+        pieces = [choice async for chunk in stream for choice in chunk.choices]
+        echoed = await http.completions.create(**SAMPLED, prompt="A draft", echo=True)
+    assert len({choice.text for choice in answer.choices}) == 3
+    assert echoed.choices[0].text == "A draft" + answer.choices[0].text
+    for choice in answer.choices:
+        own = [piece for piece in pieces if piece.index == choice.index]
+        assert "".join(piece.text for piece in own) == choice.text
+        assert own[-1].finish_reason == choice.finish_reason
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [
+            logprob
+            for piece in own
+            if piece.logprobs
+            for logprob in piece.logprobs.token_logprobs or ()
+        ]
+
+
+async def test_json_is_what_the_schema_allows(served: Served) -> None:
+    """Of a random model, whole and streamed, with drafts and without: the same valid text."""
+    async with openai_client(served) as http:
+        answer = await http.chat.completions.create(**COLOURED, n=3)
+        plain = await http.chat.completions.create(
+            **COLOURED, n=3, extra_body={"speculation": {"enabled": False}}
+        )
+        stream = await http.chat.completions.create(**COLOURED, stream=True)
+        streamed = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    texts = [choice.message.content or "" for choice in answer.choices]
+    assert texts == [choice.message.content for choice in plain.choices]
+    assert "".join(streamed) == texts[0]
+    for text in texts:
+        said = json.loads(text)
+        assert said.keys() == {"colour", "warm"}
+        assert said["colour"] in {"red", "green"}
+
+
+async def test_tool_calls_are_valid_and_their_results_are_taken(served: Served) -> None:
+    """Of one name, or any, whole and streamed; and the conversation goes on with what they gave."""
+    asked: Any = MODEL | {"messages": TURNS, "tools": TOOLS, "temperature": 1, "seed": 2}
+    named: Any = {"type": "function", "function": {"name": "paint"}}
+    one: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    async with openai_client(served) as http:
+        answer = await http.chat.completions.create(**asked, tool_choice=named)
+        [painted] = answer.choices[0].message.tool_calls or []
+        answer = await http.chat.completions.create(**asked, **one)
+        [call] = answer.choices[0].message.tool_calls or []
+        async with http.chat.completions.stream(**asked, **one) as stream:
+            final = await stream.get_final_completion()
+        [streamed] = final.choices[0].message.tool_calls or []
+        result = {"role": "tool", "tool_call_id": painted.id, "content": "done"}
+        turns: Any = [*TURNS, {"role": "assistant", "tool_calls": [painted.to_dict()]}, result]
+        last = await http.chat.completions.create(**SAMPLED, messages=turns)
+    for each in (painted, call, streamed):
+        check_call(each)
+    assert isinstance(painted, ChatCompletionMessageFunctionToolCall)
+    assert painted.function.name == "paint"
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert (streamed.function.name, streamed.function.arguments) == (
+        call.function.name,
+        call.function.arguments,
+    )
+    assert last.choices[0].message.content
+
+
 async def test_x70_a_client_that_goes_away_frees_its_sequence(served: Served) -> None:
-    """Cancel and deadline reach the engine through gateway and stream."""
+    """Cancel and deadline reach the engine through gateway and stream.
+
+    The late one never says EOS, which nobody knows beforehand: else it would be refused at once.
+    """
     aborted = served.total("drafthouse_requests_total", outcome="abort")
+    endless = message(PROMPTS[1], max_tokens=900)
+    endless.stopping.ignore_eos = False
+    endless.sampling.banned_token_ids.append(EOS)
     async with client(served) as stub:
         call = stub.GenerateStream(message(PROMPTS[0], max_tokens=900))
         await call.read()
         call.cancel()
         with pytest.raises(grpc.aio.AioRpcError) as late:
-            await stub.Generate(message(PROMPTS[1], max_tokens=900), timeout=0.3)
+            await stub.Generate(endless, timeout=0.3)
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     until(lambda: served.total("drafthouse_sequences") == 0)
     until(lambda: served.total("drafthouse_requests_total", outcome="abort") == aborted + 2)

@@ -1,31 +1,40 @@
-"""Engines over a tiny random llama and real drafters, and what they answer without speculation."""
+"""Engines over tiny random models and real drafters, and what they answer without speculation."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
-import torch
-
+from cluster.actors.remote_drafter import RemoteDrafter
+from cluster.config import SkipDrafterConfig
+from cluster.drafters.ahead import DraftThread
 from cluster.drafters.choice import ChoiceDrafter
 from cluster.drafters.model import DraftModel, ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.silent import NoDrafter
+from cluster.drafters.skipping import SkipDrafter
 from cluster.engine.engine import Engine
 from cluster.engine.limits import EngineLimits
 from cluster.errors import DrafterUnavailable
+from cluster.grammar.compiler import GrammarCompiler
+from cluster.grammar.states import GrammarStates
 from cluster.interfaces import Drafter, DraftQuery
-from cluster.messages import Draft, Rule, SamplingSpec
-from cluster.models.decoder import Decoder, Segment
-from cluster.models.kv_cache import KVCache
+from cluster.local_drafter import part_of
+from cluster.messages import Draft, ExchangeInput, ExchangeOutput, Rule
+from cluster.models.decoder import Decoder
 from cluster.request import Request
-from cluster.sampling.draw import sample
-from cluster.sampling.logprobs import token_log_probs
+from cluster.text.tokenizer import load_vocabulary
 from cluster.worker import TargetWorker, ThreadTarget
-from tests.harness import Answer, Recorder, ask, make_engine, running
+from tests.actors.fake_ray import FakeHandle
+from tests.conformance.answers import PlainAnswers, answered
+from tests.harness import Recorder, make_engine
 
 EOS_TOKEN_ID = 2  # of the tiny checkpoints
+VOCAB_SIZE = 512  # of those that have a tokenizer
+
+Wrap = Callable[[Drafter], Drafter]
 
 
 class Failing:
@@ -60,46 +69,47 @@ class Failing:
         self._drafter.release(seq_ids)
 
 
-async def answered(
-    engine: Engine, asked: Sequence[Request], limits: EngineLimits
-) -> list[Recorder]:
-    """Every request's deltas, all submitted at once; nothing of them is left in the engine."""
-    async with running(engine):
-        recorders = await ask(engine, asked)
-        load = engine.load()
-    assert (load.running, load.waiting, load.free_blocks) == (0, 0, limits.num_blocks)
-    return recorders
+@dataclass(frozen=True)
+class DraftProcess:
+    """A draft worker as far as an engine calls it: drafts ahead in a thread of its own."""
+
+    thread: DraftThread
+
+    async def exchange(self, message: ExchangeInput) -> ExchangeOutput:
+        """What the model answers."""
+        return await asyncio.wrap_future(self.thread.exchange(message))
 
 
-@dataclass
-class PlainAnswers:
-    """What speculation off answers, by request and longest context; asked for when it is missed."""
+@dataclass(frozen=True)
+class Place:
+    """Where a drafter is to draft: for which target, and how what it drafts is verified.
 
-    known: dict[tuple[Request, int], Answer] = field(default_factory=dict)
+    What it starts is closed with the `stack`. Its `context` is the target's unless it is given.
+    """
 
-    async def check(
-        self,
-        recorders: Sequence[Recorder],
-        limits: EngineLimits,
-        plainly: Callable[[Sequence[Request]], Awaitable[list[Recorder]]],
-    ) -> None:
-        """Each answer equals the plain one."""
-        context = limits.max_model_len
-        missing = [r.request for r in recorders if (r.request, context) not in self.known]
-        if missing:
-            for plain in await plainly(missing):
-                assert plain.num_drafted == 0
-                self.known[plain.request, context] = plain.answer()
-        for recorder in recorders:
-            assert recorder.answer() == self.known[recorder.request, context]
+    worker: TargetWorker
+    target: ThreadTarget
+    limits: EngineLimits
+    stack: ExitStack
+    k: int = 4
+    rule: Rule = Rule.COUPLED
+    context: int | None = None
 
 
 @dataclass
 class Lab:
-    """Builds engines over the tiny models and remembers what speculation off answers."""
+    """Builds engines over the tiny models and remembers what speculation off answers.
+
+    Grammars are those of the tokenizer in the target's `folder`. The drafter "skip" is the target
+    without what is `skipped`.
+    """
 
     decoders: Mapping[str, Decoder]
-    plain_answers: PlainAnswers = field(default_factory=PlainAnswers)
+    folder: Path | None = None
+    skipped: SkipDrafterConfig = field(
+        default_factory=lambda: SkipDrafterConfig(skip_layers=(1,)), kw_only=True
+    )
+    plain_answers: PlainAnswers = field(default_factory=PlainAnswers, kw_only=True)
 
     async def recorders(
         self,
@@ -109,82 +119,118 @@ class Lab:
         k: int,
         limits: EngineLimits,
         rule: Rule = Rule.COUPLED,
+        wrap: Wrap | None = None,
+        concurrency: int | None = None,
     ) -> list[Recorder]:
-        """Every request's deltas, all submitted at once to an engine of its own."""
-        with ExitStack() as stack:
-            engine = make_engine(
-                self.target(limits, stack),
-                self.drafter(drafter_name, limits, stack, rule=rule),
-                limits=limits,
-                num_speculative_tokens=k,
-                eos_token_ids=[EOS_TOKEN_ID],
-                rule=rule,
-            )
-            return await answered(engine, asked, limits)
+        """Every request's deltas, from an engine of its own; `answered` says when they come."""
+        with self.engine(drafter_name, k=k, limits=limits, rule=rule, wrap=wrap) as engine:
+            return await answered(engine, asked, limits, concurrency=concurrency)
 
     async def check_same(self, recorders: Sequence[Recorder], limits: EngineLimits) -> None:
         """Each answer equals the one with speculation off."""
         plain = partial(self.recorders, drafter_name="off", k=0, limits=limits)
         await self.plain_answers.check(recorders, limits, plain)
 
-    def target(self, limits: EngineLimits, stack: ExitStack) -> ThreadTarget:
-        """The target with the memory that the limits speak of, closed with the stack."""
-        worker = TargetWorker(
-            self.decoders["target"], num_blocks=limits.num_blocks, block_size=limits.block_size
-        )
-        target = ThreadTarget(worker)
-        stack.callback(target.close)
-        return target
-
-    def drafter(
+    @contextmanager
+    def engine(
         self,
-        name: str,
-        limits: EngineLimits,
-        stack: ExitStack,
+        drafter_name: str,
         *,
-        context: int | None = None,
+        k: int,
+        limits: EngineLimits,
         rule: Rule = Rule.COUPLED,
-    ) -> Drafter:
-        """A drafter by name, closed with the stack."""
-        if name == "dying":
-            return Failing(self.drafter("same", limits, stack, rule=rule), late=False)
-        if name == "late":  # in front of one that is never late by itself
-            return Failing(NgramDrafter(), late=True)
-        if name == "ngram":
-            return NgramDrafter()
-        if name == "choice":
-            names = ("dying", *sorted(self.decoders.keys() - {"target"}))
-            return ChoiceDrafter(
-                free=[NgramDrafter(tenant_memory_tokens=1000)],
-                paid=[self.drafter(each, limits, stack, rule=rule) for each in names],
-                patience_seconds=5.0,
+        context: int | None = None,
+        wrap: Wrap | None = None,
+    ) -> Iterator[Engine]:
+        """An engine that does not run yet."""
+        with ExitStack() as stack:
+            worker = self.worker(limits)
+            target = ThreadTarget(worker)
+            stack.callback(target.close)
+            place = Place(worker, target, limits, stack, k=k, rule=rule, context=context)
+            drafter = self.drafter(drafter_name, place)
+            yield make_engine(
+                target,
+                drafter if wrap is None else wrap(drafter),
+                limits=limits,
+                num_speculative_tokens=k,
+                eos_token_ids=[EOS_TOKEN_ID],
+                rule=rule,
             )
-        if name in ("off", "silent"):
-            return NoDrafter()
-        draft_model = DraftModel(
-            self.decoders[{"same": "target"}.get(name, name)],
-            num_blocks=limits.max_num_seqs,
-            block_size=context or limits.max_model_len,
+
+    def worker(self, limits: EngineLimits) -> TargetWorker:
+        """A target with the memory that the limits speak of."""
+        return TargetWorker(
+            self.decoders["target"],
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            grammars=None if self.folder is None else grammars_of(self.folder),
         )
-        drafter = ModelDrafter(draft_model, name=name, rule=rule)
-        stack.callback(drafter.close)
+
+    def drafter(self, name: str, place: Place) -> Drafter:
+        """A drafter by name; a model's own name is one in a thread, "remote" before it a worker."""
+        makers: dict[str, Callable[[Place], Drafter]] = {
+            "off": lambda _: NoDrafter(),
+            "silent": lambda _: NoDrafter(),
+            "ngram": lambda _: NgramDrafter(),
+            "dying": lambda place: Failing(self.drafter("same", place), late=False),
+            "late": lambda _: Failing(NgramDrafter(), late=True),  # that is never so by itself
+            "choice": self._choice,
+            "skip": self._skip,
+        }
+        if name in makers:
+            return makers[name](place)
+        kind, _, weights = name.rpartition(" ")
+        if kind == "remote":
+            return self._remote(weights, place)
+        drafter = ModelDrafter(self._draft_model(weights, place), name=name, rule=place.rule)
+        place.stack.callback(drafter.close)
         return drafter
 
+    def _choice(self, place: Place) -> ChoiceDrafter:
+        names = ("dying", *sorted(self.decoders.keys() - {"target"}))
+        return ChoiceDrafter(
+            free=[NgramDrafter(tenant_memory_tokens=1000)],
+            paid=[self.drafter(name, place) for name in names],
+            patience_seconds=5.0,
+        )
 
-def row_by_row(
-    decoder: Decoder, request: Request, num_tokens: int
-) -> tuple[list[int], list[float]]:
-    """Tokens and logprobs of plain decoding, each position computed alone; no engine."""
-    sampling = request.sampling
-    spec = SamplingSpec(seed=sampling.seed, temperature=sampling.temperature)
-    cache = KVCache.of(decoder, num_blocks=1, block_size=256)
-    token_ids = list(request.prompt_token_ids)
-    logprobs: list[float] = []
-    for position in range(len(token_ids) + num_tokens - 1):
-        row = torch.tensor(token_ids[position : position + 1])
-        hidden = decoder.forward(row, [Segment((0,), position, 1)], cache)
-        if position == len(token_ids) - 1:
-            logits = decoder.logits(hidden)
-            token_ids += sample(logits, [spec], [position + 1])
-            logprobs += token_log_probs(logits, token_ids[-1:])
-    return token_ids[len(request.prompt_token_ids) :], logprobs
+    def _skip(self, place: Place) -> SkipDrafter:
+        worker = place.worker
+        part = part_of(worker.decoder, self.skipped)
+        return SkipDrafter(part, worker.cache, thread=place.target, name="skip", rule=place.rule)
+
+    def _remote(self, weights: str, place: Place) -> RemoteDrafter:
+        model = self._draft_model(weights, place)
+        thread = DraftThread(model, run_ahead=True)
+        handle = FakeHandle(DraftProcess(thread))
+        place.stack.callback(thread.close)
+        place.stack.callback(handle.kill)
+        drafter = RemoteDrafter(
+            weights,
+            engine_id="engine",
+            context_limit=model.context_limit,
+            rule=place.rule,
+            most_seconds=place.limits.draft_deadline_seconds,
+            weighs=False,
+        )
+        drafter.set_workers({"worker": handle})
+        return drafter
+
+    def _draft_model(self, name: str, place: Place) -> DraftModel:
+        return DraftModel(
+            self.decoders[{"same": "target"}.get(name, name)],
+            num_blocks=place.limits.max_num_seqs,
+            block_size=place.context or place.limits.max_model_len,
+        )
+
+
+def grammars_of(folder: Path) -> GrammarStates:
+    """As `cluster.local` makes them, for a tiny checkpoint."""
+    return GrammarStates(
+        lambda: GrammarCompiler(
+            load_vocabulary(folder),
+            eos_token_ids=frozenset({EOS_TOKEN_ID}),
+            vocab_size=VOCAB_SIZE,
+        )
+    )

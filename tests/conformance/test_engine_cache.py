@@ -5,44 +5,23 @@ engine that has one block a context, no cache and no drafter.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
-import torch
 
 from cluster.engine.engine import Engine
 from cluster.engine.limits import EngineLimits
-from cluster.models.load import load_decoder
 from cluster.request import Request, SamplingParams
-from tests.conformance.lab import EOS_TOKEN_ID, Lab
-from tests.harness import (
-    GREEDY,
-    Answer,
-    Recorder,
-    ask,
-    make_engine,
-    make_limits,
-    make_request,
-    running,
-)
+from tests.conformance.answers import Whole, whole
+from tests.conformance.lab import VOCAB_SIZE, Lab
+from tests.harness import GREEDY, Recorder, ask, make_limits, make_request, running
 
-VOCAB_SIZE = 512
 CONTEXT = 320
 SAMPLED = SamplingParams(seed=7, temperature=0.8, top_p=0.95)
 BLOCK_SIZES = (16, 24, 64, 100, 256, CONTEXT)
 PROMPT = tuple((17 * i * i + 5 * i) % 500 + 3 for i in range(200))
-
-
-@pytest.fixture(scope="module")
-def lab(checkpoints: dict[str, Path]) -> Iterator[Lab]:
-    """One lab for the module, computing with one thread: the models are tiny."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Lab({name: load_decoder(path, dtype="float32") for name, path in checkpoints.items()})
-    torch.set_num_threads(num_threads)
 
 
 def limits_of(block_size: int, **changes: float) -> EngineLimits:
@@ -70,36 +49,12 @@ def request_of(
     return replace(request, prompt_logprobs=True, top_logprobs=3, **changes)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Whole:
-    """All that must be the same, to the last bit."""
-
-    answer: Answer
-    prompt_logprobs: tuple[float, ...]
-    top_logprobs: tuple[object, ...]
-
-
-def whole(recorder: Recorder) -> Whole:
-    return Whole(
-        recorder.answer(),
-        recorder.prompt_logprobs,
-        tuple(top for delta in recorder.deltas for top in delta.top_logprobs),
-    )
-
-
 @asynccontextmanager
 async def engine_of(
     lab: Lab, limits: EngineLimits, *, drafter: str = "off", k: int = 0
 ) -> AsyncIterator[Engine]:
     """A running engine over the lab's target, in which nothing may be left."""
-    with ExitStack() as stack:
-        engine = make_engine(
-            lab.target(limits, stack),
-            lab.drafter(drafter, limits, stack),
-            limits=limits,
-            num_speculative_tokens=k,
-            eos_token_ids=[EOS_TOKEN_ID],
-        )
+    with lab.engine(drafter, k=k, limits=limits) as engine:
         async with running(engine):
             yield engine
             load = engine.load()

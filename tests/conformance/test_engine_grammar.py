@@ -3,7 +3,6 @@
 The schema forces an end whatever the model likes: enums, short strings, bounded numbers.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -41,7 +40,7 @@ from cluster.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer, load_
 from cluster.worker import TargetWorker, ThreadTarget
 from tests.conformance.lab import EOS_TOKEN_ID
 from tests.fakes import FakeModel, RandomDrafter
-from tests.grammar.sources import COLOURS, PERSON, json_schema, lark, regex
+from tests.grammar.sources import PERSON, check_person, json_schema, lark, regex
 from tests.harness import GREEDY, Answer, Recorder, ask, make_limits, make_request, running
 
 VOCAB_SIZE = 512
@@ -156,18 +155,6 @@ def requests(sampling: SamplingParams) -> list[Request]:
         )
         for index in range(NUM_REQUESTS)
     ]
-
-
-def check_person(text: str) -> None:
-    """Raises unless the text is JSON that the schema takes."""
-    person = json.loads(text)
-    assert list(person) == ["colour", "count", "name", "ok"]
-    assert person["colour"] in COLOURS
-    assert type(person["count"]) is int
-    assert 3 <= person["count"] <= 120
-    assert isinstance(person["name"], str)
-    assert len(person["name"]) <= 6
-    assert isinstance(person["ok"], bool)
 
 
 def check_valid(checkpoint: Checkpoint, recorders: Sequence[Recorder]) -> list[Answer]:

@@ -5,81 +5,42 @@ off itself is compared with the decoder run one row at a time, without any engin
 """
 
 import asyncio
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from cluster.drafters.ngram import NgramDrafter
-from cluster.engine.limits import EngineLimits
 from cluster.errors import UnsupportedArchitecture, UnsupportedFeature
-from cluster.messages import StepInput, StepOutput
+from cluster.messages import Rule, StepInput, StepOutput
 from cluster.models.load import load_decoder
-from cluster.request import FinishReason, Request, SamplingParams
+from cluster.request import FinishReason, SamplingParams
 from cluster.worker import TargetWorker, ThreadTarget
 from tests.checkpoints import edit_config
-from tests.conformance.lab import EOS_TOKEN_ID, Lab, row_by_row
-from tests.harness import GREEDY, Recorder, ask, make_engine, make_limits, make_request, running
+from tests.conformance.answers import answered
+from tests.conformance.inputs import (
+    SAMPLED,
+    K,
+    assert_always_right,
+    fifty_requests,
+    limits_of,
+    prompts,
+    wide_limits,
+)
+from tests.conformance.lab import EOS_TOKEN_ID, Lab, Place
+from tests.conformance.rows import row_by_row
+from tests.harness import GREEDY, Recorder, make_engine, make_request, running
 
-VOCAB_SIZE = 512
-SAMPLED = SamplingParams(seed=7, temperature=0.8)
-K = (1, 2, 5, 16)
 SEED_OF_A_LATE_MATCH = 9  # at T = 1 the first pair that repeats does so after 100 tokens
 
-
-@pytest.fixture(scope="module")
-def lab(checkpoints: dict[str, Path]) -> Iterator[Lab]:
-    """One lab for the module, computing with one thread: the models are tiny."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Lab({name: load_decoder(path, dtype="float32") for name, path in checkpoints.items()})
-    torch.set_num_threads(num_threads)
-
-
-def tiny_limits(**changes: float) -> EngineLimits:
-    sizes = {"vocab_size": VOCAB_SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-    return make_limits(**(sizes | changes))
-
-
-def prompts() -> list[list[int]]:
-    """50 prompts: one a word repeated 48 times, one a single token, one of 2,000 tokens."""
-    rng = random.Random(1)
-    others = [rng.choices(range(3, VOCAB_SIZE), k=rng.randint(2, 60)) for _ in range(47)]
-    return [[5, 6, 7] * 48, [3], rng.choices(range(3, VOCAB_SIZE), k=2000), *others]
-
-
-def fifty_requests(sampling: SamplingParams = GREEDY, max_tokens: int = 8) -> list[Request]:
-    return [
-        make_request(prompt, request_id=str(index), sampling=sampling, max_tokens=max_tokens)
-        for index, prompt in enumerate(prompts())
-    ]
-
-
-def wide_limits(max_num_seqs: int = 16) -> EngineLimits:
-    return tiny_limits(
-        max_model_len=2100,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=512,
-        draft_deadline_seconds=5.0,
-    )
-
-
-def assert_always_right(recorders: Iterable[Recorder]) -> None:
-    """With the target's own weights and noise every draft is accepted, but past a stop."""
-    deltas = [delta for recorder in recorders for delta in recorder.deltas]
-    assert sum(delta.num_accepted for delta in deltas) > 0
-    for delta in deltas:
-        if delta.finish_reason is None:
-            assert delta.num_accepted == delta.num_drafted
+every_rule = pytest.mark.parametrize("rule", Rule)
 
 
 @pytest.mark.parametrize(
     ("drafter_name", "k"),
-    [(name, k) for name in ("same", "sibling", "random", "ngram") for k in K]
+    [(name, k) for name in ("same", "sibling", "random", "ngram", "remote sibling") for k in K]
     + [("silent", 5), ("dying", 5), ("late", 5), ("choice", 2), ("choice", 8)],
 )
 async def test_x01_every_drafter_and_k_give_the_plain_answer(
@@ -96,7 +57,7 @@ async def test_x01_every_drafter_and_k_give_the_plain_answer(
     assert (drafted > 0) == (drafter_name != "silent")
     if drafter_name == "same":
         assert_always_right(recorders)
-    if drafter_name == "sibling":
+    if drafter_name in ("sibling", "remote sibling"):
         assert 0 < accepted < drafted
 
 
@@ -119,7 +80,7 @@ async def test_x02_state_that_cannot_be_rolled_back_is_refused_at_start(
 
 async def test_x04_no_token_is_skipped_or_doubled(lab: Lab) -> None:
     """K = 1, blind guesses, T = 1, 200 tokens: the row-by-row reference to the last bit."""
-    limits = tiny_limits()
+    limits = limits_of()
     sampling = SamplingParams(seed=7, temperature=1.0)
     request = make_request([5, 6, 7], sampling=sampling, max_tokens=200, ignore_eos=True)
     [recorder] = await lab.recorders([request], "random", k=1, limits=limits)
@@ -132,7 +93,7 @@ async def test_x04_no_token_is_skipped_or_doubled(lab: Lab) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_off_is_the_decoder_itself(lab: Lab, sampling: SamplingParams) -> None:
     """What everything is compared with: in a batch, equal to the row-by-row reference."""
-    limits = tiny_limits()
+    limits = limits_of()
     asked = [
         make_request(prompt, request_id=str(i), sampling=sampling, max_tokens=20, ignore_eos=True)
         for i, prompt in enumerate(prompts()[3:9])
@@ -143,44 +104,44 @@ async def test_off_is_the_decoder_itself(lab: Lab, sampling: SamplingParams) -> 
         assert recorder.answer().logprobs == tuple(logprobs)
 
 
-@pytest.mark.parametrize("concurrency", [1, 8, 32])
-async def test_x07_neighbours_change_nothing(lab: Lab, concurrency: int) -> None:
+@pytest.mark.parametrize(
+    ("drafter_name", "concurrency", "rule"),
+    [("sibling", concurrency, rule) for concurrency in (1, 8, 32) for rule in Rule]
+    + [(name, 32, Rule.COUPLED) for name in ("same", "random", "ngram", "remote sibling")],
+)
+async def test_x07_neighbours_change_nothing(
+    lab: Lab, drafter_name: str, concurrency: int, rule: Rule
+) -> None:
     """50 prompts arriving at random times at concurrency 1, 8 and 32: Same, each of them."""
-    limits = wide_limits(concurrency)
-    rng = random.Random(concurrency)
-    gate = asyncio.Semaphore(concurrency)
-    with ExitStack() as stack:
-        engine = make_engine(
-            lab.target(limits, stack),
-            lab.drafter("sibling", limits, stack),
-            limits=limits,
-            num_speculative_tokens=5,
-            eos_token_ids=[EOS_TOKEN_ID],
-        )
-
-        async def one(request: Request) -> Recorder:
-            async with gate:
-                await asyncio.sleep(rng.random() * 0.003)
-                [recorder] = await ask(engine, [request])
-                return recorder
-
-        async with running(engine):
-            recorders = await asyncio.gather(*(one(request) for request in fifty_requests()))
+    recorders = await lab.recorders(
+        fifty_requests(),
+        drafter_name,
+        k=5,
+        limits=wide_limits(concurrency),
+        rule=rule,
+        concurrency=concurrency,
+    )
     await lab.check_same(recorders, wide_limits())
+    assert sum(recorder.num_drafted for recorder in recorders) > 0
 
 
-@pytest.mark.parametrize("drafter_name", ["sibling", "ngram"])
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [(Rule.COUPLED, SAMPLED), (Rule.RATIO, GREEDY)],
+    ids=["coupled", "ratio"],
+)
+@pytest.mark.parametrize("drafter_name", ["sibling", "ngram", "remote sibling"])
 async def test_x08_a_tight_budget_and_lost_rounds_change_nothing(
-    lab: Lab, drafter_name: str
+    lab: Lab, drafter_name: str, rule: Rule, sampling: SamplingParams
 ) -> None:
     """Budget 5 for eight sequences, and blocks so few that decodes are put back: Same."""
-    tight = tiny_limits(max_model_len=96, max_num_batched_tokens=5, block_size=4, num_blocks=40)
+    tight = limits_of(max_model_len=96, max_num_batched_tokens=5, block_size=4, num_blocks=40)
     asked = [
-        make_request([5, 6, 7 + i] * 3, request_id=str(i), sampling=SAMPLED, max_tokens=30)
+        make_request([5, 6, 7 + i] * 3, request_id=str(i), sampling=sampling, max_tokens=30)
         for i in range(8)
     ]
-    recorders = await lab.recorders(asked, drafter_name, k=4, limits=tight)
-    await lab.check_same(recorders, tiny_limits(max_model_len=96))
+    recorders = await lab.recorders(asked, drafter_name, k=4, limits=tight, rule=rule)
+    await lab.check_same(recorders, limits_of(max_model_len=96))
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -188,44 +149,43 @@ async def test_x09_chunks_change_nothing_and_drafts_come_after_the_last(
     lab: Lab, budget: int
 ) -> None:
     """Prompts in three or more chunks: Same as in one piece."""
-    limits = tiny_limits(max_num_batched_tokens=budget)
+    limits = limits_of(max_num_batched_tokens=budget)
     asked = [
         make_request(range(3, 3 + 2 * budget + 5), request_id=str(i), max_tokens=15)
         for i in range(2)
     ]
     recorders = await lab.recorders(asked, "same", k=5, limits=limits)
-    await lab.check_same(recorders, tiny_limits())
+    await lab.check_same(recorders, limits_of())
     assert all(recorder.num_accepted > 0 for recorder in recorders)
 
 
-@pytest.mark.parametrize("k", K)
-async def test_x10_a_full_draft_context_ends_drafting_not_the_answer(lab: Lab, k: int) -> None:
+@pytest.mark.parametrize(
+    ("drafter_name", "k", "rule"),
+    [(name, k, Rule.COUPLED) for name in ("same", "remote same") for k in K]
+    + [("same", 5, Rule.RATIO)],
+)
+async def test_x10_a_full_draft_context_ends_drafting_not_the_answer(
+    lab: Lab, drafter_name: str, k: int, rule: Rule
+) -> None:
     """Draft context 64, target 256, prompt 60: all 100 new tokens, Same."""
-    limits = tiny_limits()
+    limits = limits_of()
     request = make_request(range(3, 63), max_tokens=100, ignore_eos=True)
-    with ExitStack() as stack:
-        engine = make_engine(
-            lab.target(limits, stack),
-            lab.drafter("same", limits, stack, context=64),
-            limits=limits,
-            num_speculative_tokens=k,
-            eos_token_ids=[EOS_TOKEN_ID],
-        )
-        async with running(engine):
-            recorders = await ask(engine, [request])
-    await lab.check_same(recorders, limits)
-    assert recorders[0].answer().num_tokens == 100
-    assert 0 < recorders[0].num_drafted <= 4
+    with lab.engine(drafter_name, k=k, limits=limits, rule=rule, context=64) as engine:
+        [recorder] = await answered(engine, [request], limits)
+    await lab.check_same([recorder], limits)
+    assert recorder.answer().num_tokens == 100
+    assert 0 < recorder.num_drafted <= 4
 
 
-async def test_x11_answers_end_exactly_at_the_context(lab: Lab) -> None:
+@every_rule
+async def test_x11_answers_end_exactly_at_the_context(lab: Lab, rule: Rule) -> None:
     """Context 64, prompts of 56 to 63, K = 16, no max_tokens: `length` at 64 together."""
-    limits = tiny_limits(max_model_len=64)
+    limits = limits_of(max_model_len=64)
     asked = [
         make_request(range(3, 3 + n), request_id=str(n), max_tokens=None, ignore_eos=True)
         for n in range(56, 64)
     ]
-    recorders = await lab.recorders(asked, "same", k=16, limits=limits)
+    recorders = await lab.recorders(asked, "same", k=16, limits=limits, rule=rule)
     await lab.check_same(recorders, limits)
     for recorder in recorders:
         answer = recorder.answer()
@@ -236,7 +196,7 @@ async def test_x11_answers_end_exactly_at_the_context(lab: Lab) -> None:
 @pytest.mark.parametrize("k", K)
 async def test_x14_max_tokens_is_exact(lab: Lab, k: int) -> None:
     """max_tokens of 1, 2, K and K + 1 with a drafter that is always right: that many tokens."""
-    limits = tiny_limits()
+    limits = limits_of()
     asked = [
         make_request([5, 6], request_id=str(n), max_tokens=n, ignore_eos=True)
         for n in {1, 2, k, k + 1}
@@ -248,7 +208,7 @@ async def test_x14_max_tokens_is_exact(lab: Lab, k: int) -> None:
 
 async def test_x20_the_seed_repeats_and_another_seed_does_not(lab: Lab) -> None:
     """T = 0.8, seed 7 twice and after a restart: equal; seed 8: different."""
-    limits = tiny_limits()
+    limits = limits_of()
     asked = [
         make_request([5, 6], request_id=str(i), sampling=replace(SAMPLED, seed=seed))
         for i, seed in enumerate((7, 7, 8))
@@ -260,10 +220,10 @@ async def test_x20_the_seed_repeats_and_another_seed_does_not(lab: Lab) -> None:
     assert seven.token_ids != eight.token_ids
 
 
-@pytest.mark.parametrize("drafter_name", ["same", "sibling", "random", "ngram"])
+@pytest.mark.parametrize("drafter_name", ["same", "sibling", "random", "ngram", "remote sibling"])
 async def test_x22_the_seed_decides_whatever_the_drafter_and_k(lab: Lab, drafter_name: str) -> None:
     """Seed 7, T = 0.8, top-k, top-p and min-p: Same with K = 1, 5, 16 and off."""
-    limits = tiny_limits()
+    limits = limits_of()
     sampling = replace(SAMPLED, top_k=50, top_p=0.95, min_p=0.01)
     asked = [
         make_request([5, 6, 5, i], request_id=str(i), sampling=sampling, max_tokens=16)
@@ -278,7 +238,7 @@ async def test_x22_the_seed_decides_whatever_the_drafter_and_k(lab: Lab, drafter
 
 async def test_x22_a_moved_request_goes_on_exactly(lab: Lab) -> None:
     """Failover: with the tokens so far, another engine gives the rest, to the last bit."""
-    limits = tiny_limits()
+    limits = limits_of()
     request = make_request([5, 6], sampling=SAMPLED, max_tokens=20, ignore_eos=True)
     [whole] = await lab.recorders([request], "sibling", k=4, limits=limits)
     answer = whole.answer()
@@ -294,7 +254,7 @@ async def test_x22_a_moved_request_goes_on_exactly(lab: Lab) -> None:
 
 async def test_x30_a_stop_id_inside_an_accepted_run_ends_there(lab: Lab) -> None:
     """The 4th token of the greedy run declared a stop id: usage 4, nothing after it."""
-    limits = tiny_limits()
+    limits = limits_of()
     request = make_request([5, 6, 8], ignore_eos=True)
     [plain] = await lab.recorders([request], "off", k=0, limits=limits)
     token_ids = plain.answer().token_ids
@@ -309,22 +269,16 @@ async def test_x30_a_stop_id_inside_an_accepted_run_ends_there(lab: Lab) -> None
 
 async def test_x53_a_match_after_a_hundred_steps_without_one(lab: Lab) -> None:
     """n-gram has nothing for 100 steps, then copies: Same."""
-    limits = tiny_limits()
+    limits = limits_of()
     request = make_request(
         [5],
         sampling=SamplingParams(seed=SEED_OF_A_LATE_MATCH, temperature=1.0),
         max_tokens=140,
         ignore_eos=True,
     )
-    with ExitStack() as stack:
-        engine = make_engine(
-            lab.target(limits, stack),
-            NgramDrafter(least_survival=0.4),
-            limits=limits,
-            eos_token_ids=[EOS_TOKEN_ID],
-        )
-        async with running(engine):
-            [recorder] = await ask(engine, [request])
+    [recorder] = await lab.recorders(
+        [request], "off", k=4, limits=limits, wrap=lambda _: NgramDrafter(least_survival=0.4)
+    )
     assert all(delta.num_drafted == 0 for delta in recorder.deltas[:100])
     assert recorder.num_drafted > 0
     await lab.check_same([recorder], limits)
@@ -333,10 +287,11 @@ async def test_x53_a_match_after_a_hundred_steps_without_one(lab: Lab) -> None:
 class Watched(ThreadTarget):
     """Aborts a request while its step number `at_step` is being computed."""
 
+    abort: Callable[[], None]
+
     def __init__(self, worker: TargetWorker, *, at_step: int) -> None:
         super().__init__(worker)
         self._at_step = at_step
-        self.abort: Callable[[], None] = lambda: None
 
     async def step(self, step: StepInput) -> StepOutput:
         """As the other, with the abort in the middle."""
@@ -350,22 +305,18 @@ class Watched(ThreadTarget):
 @pytest.mark.parametrize("at_step", [1, 2, 4, 6])
 async def test_x70_a_cancel_during_a_step_leaves_nothing(lab: Lab, at_step: int) -> None:
     """In prefill or while verifying: the neighbour is Same, blocks and places are back."""
-    limits = tiny_limits(max_num_batched_tokens=16)
+    limits = limits_of(max_num_batched_tokens=16)
     victim = Recorder(
         make_request(range(3, 33), request_id="victim", max_tokens=None, ignore_eos=True)
     )
     other = Recorder(make_request([5, 6], request_id="other", ignore_eos=True))
     with ExitStack() as stack:
-        target = Watched(
-            TargetWorker(
-                lab.decoders["target"], num_blocks=limits.num_blocks, block_size=limits.block_size
-            ),
-            at_step=at_step,
-        )
+        worker = lab.worker(limits)
+        target = Watched(worker, at_step=at_step)
         stack.callback(target.close)
         engine = make_engine(
             target,
-            lab.drafter("same", limits, stack),
+            lab.drafter("same", Place(worker, target, limits, stack)),
             limits=limits,
             eos_token_ids=[EOS_TOKEN_ID],
         )

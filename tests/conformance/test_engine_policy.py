@@ -14,7 +14,14 @@ from cluster.engine.engine import Engine
 from cluster.interfaces import Drafter, DraftQuery
 from cluster.messages import Draft, Rule
 from cluster.metrics import EngineMetrics
-from tests.fakes import EOS_TOKEN_ID, FakeDrafter, FakeModel, RandomDrafter, SameDrafter
+from tests.fakes import (
+    EOS_TOKEN_ID,
+    FakeDrafter,
+    FakeModel,
+    RandomDrafter,
+    SameDrafter,
+    SiblingDrafter,
+)
 from tests.harness import (
     SAMPLED,
     Recorder,
@@ -136,12 +143,23 @@ async def test_a_drafter_that_hangs_costs_one_wait_and_some_short_ones() -> None
     assert values["drafthouse_step_seconds_sum{phase=draft}"] < LIMITS.draft_deadline_seconds / 2
 
 
-async def test_under_the_ratio_rule_nothing_that_came_is_cut() -> None:
+@pytest.mark.parametrize("kind", [SameDrafter, SiblingDrafter, RandomDrafter])
+async def test_under_the_ratio_rule_nothing_that_came_is_cut(
+    kind: Callable[[FakeModel], FakeDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How much is asked is decided before; how much came is how much is verified."""
     registry = CollectorRegistry()
-    drafter = SameDrafter(FakeModel(LIMITS.vocab_size))
+    drafter = kind(FakeModel(LIMITS.vocab_size))
+    came: list[int] = []
+    propose = drafter.propose
+
+    async def counted(queries: Sequence[DraftQuery]) -> Mapping[int, Draft]:
+        drafts = await propose(queries)
+        came.extend(len(draft.token_ids) for draft in drafts.values())
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", counted)
     engine, _ = make_adaptive_engine(drafter, registry, rule=Rule.RATIO)
     recorders = await answers(engine, max_tokens=60, num_requests=2)
     asked = series(registry)["drafthouse_policy_asked_tokens_total"]
-    verified = sum(recorder.num_drafted for recorder in recorders)
-    assert 0 < verified <= asked
+    assert 0 < sum(recorder.num_drafted for recorder in recorders) == sum(came) <= asked

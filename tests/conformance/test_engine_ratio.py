@@ -1,35 +1,28 @@
-"""The ratio rule in an engine: what drafters bring and what targets verify belong together."""
+"""The ratio rule in an engine: what drafters bring and what targets verify belong together.
+
+Greedy answers are Same under it. What a seed draws depends on the drafts, so sampled answers are
+compared with the rule itself; what they are distributed as is for `test_engine_laws`.
+"""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from itertools import product
-from pathlib import Path
+from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
-from cluster.interfaces import Drafter, DraftQuery
-from cluster.messages import Draft, DraftDistribution, Rule, SamplingSpec
-from cluster.models.decoder import Decoder, Segment
-from cluster.models.kv_cache import KVCache
-from cluster.models.load import load_decoder
-from cluster.request import SamplingParams
-from cluster.sampling.draw import distribution
-from tests.checkpoints import make_checkpoint
-from tests.conformance.chains import chi_square
-from tests.conformance.lab import Lab
-from tests.harness import GREEDY, ask, make_engine, make_limits, make_request, running
+from cluster.messages import Draft, Rule, SamplingSpec
+from cluster.request import FinishReason, Request, SamplingParams
+from cluster.sampling.draw import distribution, sample
+from cluster.sampling.logprobs import token_log_probs
+from cluster.sampling.ratio import verify_ratio
+from tests.conformance.inputs import BANNED, EAGER_TO_END, K, limits_of, scored_requests
+from tests.conformance.lab import EOS_TOKEN_ID, VOCAB_SIZE, Lab
+from tests.conformance.rows import OneRow
+from tests.conformance.wrapped import Noting
+from tests.harness import GREEDY, make_request
 
-pytestmark = pytest.mark.statistics
-
-VOCAB = 16
-NUM_REQUESTS = 3000
-PROMPT = (*range(VOCAB), 5, 6, 7)  # every token has been there: n-grams draft
 SAMPLED = SamplingParams(seed=7, temperature=0.9, top_k=40)
-LIMITS = make_limits(vocab_size=512, max_num_seqs=8, max_num_batched_tokens=256)
 PENALISED = replace(
     SAMPLED,
     repetition_penalty=1.4,
@@ -39,44 +32,16 @@ PENALISED = replace(
     banned_token_ids=(11, 12),
     banned_sequences=((9, 9), (9, 10)),
 )
+LIMITS = limits_of()
+
+every_k = pytest.mark.parametrize("k", K)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only wait for each other in models this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="module")
-def lab(checkpoints: dict[str, Path]) -> Lab:
-    return Lab({name: load_decoder(path, dtype="float32") for name, path in checkpoints.items()})
-
-
-@pytest.fixture(scope="module")
-def small_lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """Two unlike models of a vocabulary that can be enumerated."""
-    folder = tmp_path_factory.mktemp("small")
-    return Lab(
-        {
-            name: load_decoder(
-                make_checkpoint(
-                    folder / name, vocab_size=VOCAB, hidden_size=32, seed=seed, num_layers=1
-                ),
-                dtype="float32",
-            )
-            for name, seed in (("target", 1), ("random", 2))
-        }
-    )
-
-
-def some_requests(sampling: SamplingParams, *, min_tokens: int = 0) -> list:
+def some_requests(sampling: SamplingParams, *, min_tokens: int = 0) -> list[Request]:
     rng = random.Random(4)
     return [
         make_request(
-            rng.choices(range(3, 512), k=rng.randint(2, 40)),
+            rng.choices(range(3, VOCAB_SIZE), k=rng.randint(2, 40)),
             request_id=str(index),
             sampling=replace(sampling, seed=index),
             max_tokens=12,
@@ -86,8 +51,10 @@ def some_requests(sampling: SamplingParams, *, min_tokens: int = 0) -> list:
     ]
 
 
-@pytest.mark.parametrize("k", [1, 5])
-@pytest.mark.parametrize("drafter", ["same", "sibling", "random", "ngram", "silent", "dying"])
+@every_k
+@pytest.mark.parametrize(
+    "drafter", ["same", "sibling", "random", "ngram", "silent", "dying", "remote sibling"]
+)
 async def test_x01_greedy_answers_are_the_same_under_the_ratio_rule(
     lab: Lab, drafter: str, k: int
 ) -> None:
@@ -96,9 +63,68 @@ async def test_x01_greedy_answers_are_the_same_under_the_ratio_rule(
         some_requests(GREEDY), drafter, k=k, limits=LIMITS, rule=Rule.RATIO
     )
     await lab.check_same(recorders, LIMITS)
+    assert (sum(recorder.num_drafted for recorder in recorders) > 0) == (drafter != "silent")
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 16])
+async def test_x04_every_token_is_the_rules_own(lab: Lab) -> None:
+    """K = 1, blind guesses, T = 1, 200 tokens: the rule on rows computed alone, to the last bit.
+
+    Given the drafts as they were shipped, a walk without an engine makes the same steps.
+    """
+    sampling = SamplingParams(seed=7, temperature=1.0)
+    request = make_request([5, 6, 7], sampling=sampling, max_tokens=200, ignore_eos=True)
+    noting: list[Noting] = []
+
+    def noted(drafter: object) -> Noting:
+        noting.append(Noting(drafter))  # type: ignore[arg-type]
+        return noting[0]
+
+    [recorder] = await lab.recorders(
+        [request], "random", k=1, limits=LIMITS, rule=Rule.RATIO, wrap=noted
+    )
+    steps = walked(lab, request, noting[0].drafts)
+    assert [(list(each.token_ids), list(each.logprobs)) for each in recorder.deltas] == steps
+    assert recorder.answer().num_tokens == 200
+    assert recorder.num_drafted > 100
+    assert 0 < recorder.num_accepted < recorder.num_drafted
+
+
+def walked(
+    lab: Lab, request: Request, drafts: dict[int, Draft]
+) -> list[tuple[list[int], list[float]]]:
+    """Tokens and logprobs of each step, with the drafts by the length of the text they follow."""
+    rows = OneRow(lab.decoders["target"])
+    seed = request.sampling.seed
+    spec = SamplingSpec(seed=seed, temperature=request.sampling.temperature)
+    text = list(request.prompt_token_ids)
+    for position, token_id in enumerate(text[:-1]):
+        rows.logits(token_id, position)
+    steps = []
+    while len(text) < len(request.prompt_token_ids) + 200:
+        draft = drafts.get(len(text), Draft())
+        positions = range(len(text), len(text) + len(draft.token_ids) + 1)
+        computed = [
+            rows.logits(token_id, position - 1)
+            for token_id, position in zip((text[-1], *draft.token_ids), positions, strict=True)
+        ]
+        if draft.token_ids:
+            target_probs = torch.cat([distribution(logits, [spec], [0]) for logits in computed])
+            token_ids = verify_ratio(
+                target_probs, draft.token_ids, draft.distributions, seed=seed, positions=positions
+            )
+        else:
+            token_ids = sample(computed[0], [spec], positions)
+        logprobs = [
+            logprob
+            for logits, token_id in zip(computed, token_ids, strict=False)
+            for logprob in token_log_probs(logits, [token_id])
+        ]
+        steps.append((token_ids, logprobs))
+        text += token_ids
+    return steps
+
+
+@every_k
 @pytest.mark.parametrize("drafter", ["same", "sibling", "random", "ngram"])
 async def test_x14_a_ratio_answer_has_as_many_tokens_as_asked(
     lab: Lab, drafter: str, k: int
@@ -112,6 +138,57 @@ async def test_x14_a_ratio_answer_has_as_many_tokens_as_asked(
         assert len(answer.logprobs) == answer.num_tokens
     again = await lab.recorders(asked, drafter, k=k, limits=LIMITS, rule=Rule.RATIO)
     assert [each.answer() for each in again] == [each.answer() for each in recorders]
+
+
+@every_k
+@pytest.mark.parametrize("drafter", ["same", "random"])
+async def test_x14_max_tokens_is_exact(lab: Lab, drafter: str, k: int) -> None:
+    """max_tokens of 1, 2, K and K + 1: that many tokens, sampled."""
+    asked = [
+        make_request([5, 6], request_id=str(n), sampling=SAMPLED, max_tokens=n, ignore_eos=True)
+        for n in {1, 2, k, k + 1}
+    ]
+    for recorder in await lab.recorders(asked, drafter, k=k, limits=LIMITS, rule=Rule.RATIO):
+        answer = recorder.answer()
+        assert answer.num_tokens == recorder.request.stopping.max_tokens
+        assert answer.finish_reason is FinishReason.LENGTH
+
+
+async def test_x20_the_seed_repeats_and_another_seed_does_not(lab: Lab) -> None:
+    """The same drafts, seed 7 twice and in a new engine: equal; seed 8: different."""
+    asked = [
+        make_request([5, 6], request_id=str(i), sampling=replace(SAMPLED, seed=seed))
+        for i, seed in enumerate((7, 7, 8))
+    ]
+    first = await lab.recorders(asked, "same", k=5, limits=LIMITS, rule=Rule.RATIO)
+    again = await lab.recorders(asked[:1], "same", k=5, limits=LIMITS, rule=Rule.RATIO)
+    seven, same, eight, restarted = (recorder.answer() for recorder in [*first, *again])
+    assert seven == same == restarted
+    assert seven.token_ids != eight.token_ids
+    assert all(recorder.num_accepted > 0 for recorder in first)
+
+
+@pytest.mark.parametrize("drafter", ["same", "random"])
+async def test_x40_min_tokens_hold_eos_back(lab: Lab, drafter: str) -> None:
+    """EOS biased up by 100 and min_tokens 20: 20 tokens, then EOS as soon as it may come."""
+    asked = scored_requests(EAGER_TO_END, max_tokens=40, min_tokens=20)
+    for recorder in await lab.recorders(asked, drafter, k=5, limits=LIMITS, rule=Rule.RATIO):
+        answer = recorder.answer()
+        assert recorder.num_drafted > 0
+        assert answer.finish_reason is FinishReason.STOP
+        assert answer.token_ids.index(EOS_TOKEN_ID) == 20 == answer.num_tokens - 1
+
+
+@pytest.mark.parametrize("drafter", ["same", "random", "ngram"])
+async def test_x41_what_is_banned_never_appears(lab: Lab, drafter: str) -> None:
+    """In 200 tokens, neither an id nor a pair, whether it was biased, banned or not allowed."""
+    request = make_request([5, 6, 7], sampling=BANNED, max_tokens=200, ignore_eos=True)
+    [recorder] = await lab.recorders([request], drafter, k=5, limits=LIMITS, rule=Rule.RATIO)
+    token_ids = recorder.answer().token_ids
+    assert len(token_ids) == 200
+    assert set(token_ids) == {21, 23, 24, 25}
+    assert not set(pairwise(token_ids)) & {(21, 21), (23, 24)}
+    assert recorder.num_accepted > 0
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -131,121 +208,3 @@ async def test_the_targets_own_weights_are_always_right(
     for delta in deltas:
         if delta.finish_reason is None:
             assert delta.num_accepted == delta.num_drafted
-
-
-class Lying:
-    """A draft model that ships other distributions than it drew from."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.name = drafter.name
-        self.context_limit = drafter.context_limit
-
-    async def propose(self, queries: Sequence[DraftQuery]) -> Mapping[int, Draft]:
-        """The drafts, with distributions turned around."""
-        drafts = await self._drafter.propose(queries)
-        return {
-            seq_id: Draft(draft.token_ids, tuple(turned(each) for each in draft.distributions))
-            for seq_id, draft in drafts.items()
-        }
-
-    def release(self, seq_ids: Iterable[int]) -> None:
-        """As the other."""
-        self._drafter.release(seq_ids)
-
-
-def turned(drawn: DraftDistribution) -> DraftDistribution:
-    return DraftDistribution(drawn.token_ids, drawn.probabilities[::-1])
-
-
-async def second_and_third(
-    lab: Lab, drafter: str, rule: Rule, sampling: SamplingParams, *, lying: bool = False
-) -> np.ndarray:
-    """How often each pair of tokens came second and third, over many seeds: `[VOCAB, VOCAB]`."""
-    limits = make_limits(
-        vocab_size=VOCAB, max_num_seqs=64, max_num_batched_tokens=512, max_num_waiting=NUM_REQUESTS
-    )
-    asked = [
-        make_request(
-            PROMPT,
-            request_id=str(seed),
-            sampling=replace(sampling, seed=seed),
-            max_tokens=4,
-            ignore_eos=True,
-        )
-        for seed in range(NUM_REQUESTS)
-    ]
-    with ExitStack() as stack:
-        made = lab.drafter(drafter, limits, stack, rule=rule)
-        engine = make_engine(
-            lab.target(limits, stack),
-            Lying(made) if lying else made,
-            limits=limits,
-            num_speculative_tokens=2,
-            rule=rule,
-        )
-        async with running(engine):
-            recorders = await ask(engine, asked)
-    assert sum(recorder.num_drafted for recorder in recorders) > NUM_REQUESTS // 4
-    counts = np.zeros((VOCAB, VOCAB))
-    for recorder in recorders:
-        counts[recorder.answer().token_ids[1:3]] += 1
-    return counts
-
-
-@torch.inference_mode()
-def expected(decoder: Decoder, sampling: SamplingParams) -> np.ndarray:
-    """The target's own law of the second and third token, from all its distributions."""
-    spec = SamplingSpec(
-        seed=0,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        num_prompt_tokens=len(PROMPT),
-    )
-    law = np.zeros((VOCAB, VOCAB))
-    first = after(decoder, (), spec)
-    seconds = [after(decoder, (token,), spec) for token in range(VOCAB)]
-    for one, two in product(range(VOCAB), repeat=2):
-        law[two] += first[one] * seconds[one][two] * after(decoder, (one, two), spec)
-    return law
-
-
-def after(decoder: Decoder, tokens: tuple[int, ...], spec: SamplingSpec) -> np.ndarray:
-    text = (*PROMPT, *tokens)
-    cache = KVCache.of(decoder, num_blocks=1, block_size=64)
-    hidden = decoder.forward(torch.tensor(text), [Segment((0,), 0, len(text))], cache)
-    logits = decoder.logits(hidden[-1:])
-    return distribution(logits, [spec], [len(text)], histories=[text])[0].numpy()
-
-
-@pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [
-        ("random", Rule.RATIO),
-        ("random", Rule.COUPLED),
-        ("ngram", Rule.RATIO),
-        ("choice", Rule.RATIO),
-    ],
-)
-async def test_x05_an_engines_answers_are_distributed_as_the_target_alone(
-    small_lab: Lab, drafter: str, rule: Rule
-) -> None:
-    """From drafter to target, penalties in between: two tokens jointly follow the target."""
-    sampling = SamplingParams(
-        seed=0, temperature=0.8, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4
-    )
-    counts = await second_and_third(small_lab, drafter, rule, sampling)
-    law = expected(small_lab.decoders["target"], sampling)
-    assert chi_square(counts.ravel(), law.ravel()) > 0.001
-
-
-async def test_x05_an_engine_whose_drafter_ships_something_else_is_caught(small_lab: Lab) -> None:
-    """The same check fails when distributions are not those that were drawn from."""
-    sampling = SamplingParams(seed=0, temperature=0.5)
-    law = expected(small_lab.decoders["target"], sampling).ravel()
-    true = await second_and_third(small_lab, "random", Rule.RATIO, sampling)
-    assert chi_square(true.ravel(), law) > 0.001
-    lying = await second_and_third(small_lab, "random", Rule.RATIO, sampling, lying=True)
-    assert chi_square(lying.ravel(), law) < 1e-9

@@ -54,3 +54,15 @@ GRAMMARS = (
     lark('start: word "!"\nword[lazy]: /[a-z ]+it/'),
     lark('start: "a" "b" "c"+\n%ignore / {1,3}/'),
 )
+
+
+def check_person(text: str) -> None:
+    """Raises unless the text is JSON that the schema PERSON takes."""
+    person = json.loads(text)
+    assert list(person) == ["colour", "count", "name", "ok"]
+    assert person["colour"] in COLOURS
+    assert type(person["count"]) is int
+    assert 3 <= person["count"] <= 120
+    assert isinstance(person["name"], str)
+    assert len(person["name"]) <= 6
+    assert isinstance(person["ok"], bool)
