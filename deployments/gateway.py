@@ -29,7 +29,7 @@ from deployments.metrics import MetricsPage
 from deployments.observed import observed
 from deployments.openai_service import OpenAIService
 from deployments.schemas import RequestReader
-from deployments.supervision import follow, yield_to_compute
+from deployments.supervision import follow
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ class Gateway:
         self, config: DrafthouseConfig, target: DeploymentHandle, router: DeploymentHandle
     ) -> None:
         del target
-        yield_to_compute()
         self._gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         setup_logging(self._gateway_id, config.observability)
         self._drain_seconds = config.gateway.drain_seconds

@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from cluster.interfaces import Drafter
 from cluster.messages import Draft, Rule, SamplingSpec
 from cluster.request import FinishReason, Request, SamplingParams
 from cluster.sampling.draw import distribution, sample
@@ -75,8 +76,8 @@ async def test_x04_every_token_is_the_rules_own(lab: Lab) -> None:
     request = make_request([5, 6, 7], sampling=sampling, max_tokens=200, ignore_eos=True)
     noting: list[Noting] = []
 
-    def noted(drafter: object) -> Noting:
-        noting.append(Noting(drafter))  # type: ignore[arg-type]
+    def noted(drafter: Drafter) -> Drafter:
+        noting.append(Noting(drafter))
         return noting[0]
 
     [recorder] = await lab.recorders(

@@ -55,7 +55,7 @@ def requests() -> list[Request]:
             max_tokens=8 if index != 5 else 60,
             ignore_eos=True,
         )
-        asked.append(replace(request, logprobs=index >= 12))
+        asked.append(replace(request, logprobs=12 <= index < 16))
     return [asked[5 * index % 18] for index in range(2, 20)]
 
 
