@@ -123,10 +123,9 @@ async def test_two_engines_and_a_draft_worker_say_what_one_engine_says(
         return [count for labels, count in series.items() if ("process", "target") in labels]
 
     end = time.monotonic() + PATIENCE_SECONDS
-    while not all(emitted()):
+    while len(counts := emitted()) < 2 or min(counts) <= 1:  # noqa: PLR2004 - engines; one proves it
         assert time.monotonic() < end, "an engine is never asked"
         await same(served, expected)
-    assert len(emitted()) == 2
 
 
 async def test_x78_overload_is_refused_with_a_delay_and_hurts_nobody_else(
