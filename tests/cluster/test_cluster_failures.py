@@ -123,7 +123,7 @@ async def test_two_engines_and_a_draft_worker_say_what_one_engine_says(
         return [count for labels, count in series.items() if ("process", "target") in labels]
 
     end = time.monotonic() + PATIENCE_SECONDS
-    while len(counts := emitted()) < 2 or min(counts) <= 1:  # noqa: PLR2004 - engines; one proves it
+    while len(counts := emitted()) < 2 or min(counts) <= 1:
         assert time.monotonic() < end, "an engine is never asked"
         await same(served, expected)
 
