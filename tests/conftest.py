@@ -42,13 +42,24 @@ def metrics(registry: CollectorRegistry) -> EngineMetrics:
     return EngineMetrics(registry, model="fake", num_positions=16)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread: in models this small several only wait for each other."""
+    import torch  # noqa: PLC0415 - control tests need no torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny llama checkpoints of one vocabulary.
 
     A `target`; a `sibling` of it, which mostly agrees; and a `random` one, which hardly does.
     """
-    from tests.checkpoints import make_checkpoint  # noqa: PLC0415 - control tests need no torch
+    from tests.checkpoints import make_checkpoint  # noqa: PLC0415 - as above
 
     folder = tmp_path_factory.mktemp("checkpoints")
     target = make_checkpoint(

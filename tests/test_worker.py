@@ -1,7 +1,7 @@
 """The worker: whatever the schedule and the drafts, the tokens and logprobs of plain decoding."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ from cluster.models.load import load_decoder
 from cluster.request import Grammar
 from cluster.worker import TargetWorker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 512
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40
@@ -42,15 +44,6 @@ PENALISED = SamplingSpec(
     min_p=0.01,
     num_prompt_tokens=1,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only wait for each other in a model this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @cache

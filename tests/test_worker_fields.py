@@ -1,7 +1,7 @@
 """The worker and every sampling field: exact at each verified row, whatever the drafts."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,8 @@ from tests.test_worker import (
     step,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EOS = 2
 PROMPT = prompt_of(30)
 FIELDS = {
@@ -55,15 +57,6 @@ FIELDS = {
     "min_p": SamplingSpec(seed=5, min_p=0.1),
     "all": PENALISED,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only wait for each other in a model this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ class Estimate:
     """Seconds from now: until a place is free, until it is its turn, and to the last token.
 
     `least_seconds` are to the end of the shortest answer there can be, and `alone_seconds` to the
-    last token if the engine had nothing else to do.
+    last token if the engine had nothing else to do. It `is_guess` while no steps were seen.
     """
 
     place_seconds: float
@@ -121,7 +121,7 @@ def estimate(standing: Standing, need: Need) -> Estimate:
     load = standing.load
     ahead = standing.num_held
     places = _places(load)
-    token_seconds = _step_seconds(load, min(ahead + 1, places)) / (load.tokens_per_step or 1.0)
+    token_seconds = _token_seconds(load, min(ahead + 1, places))
     usual_tokens = load.answer_tokens or UNKNOWN_ANSWER_TOKENS
     place_seconds = max(ahead + 1 - places, 0) * usual_tokens * token_seconds / places
     tokens_ahead = load.prompt_tokens + standing.sent_tokens
@@ -131,14 +131,13 @@ def estimate(standing: Standing, need: Need) -> Estimate:
     answer_tokens = max(usual_tokens, need.least_tokens)
     if need.max_tokens is not None:
         answer_tokens = min(answer_tokens, need.max_tokens)
-    alone_seconds = _step_seconds(load, 1) / (load.tokens_per_step or 1.0)
     return Estimate(
         place_seconds=place_seconds,
         turn_seconds=place_seconds + _prompt_seconds(load, beside, tokens_ahead),
         least_seconds=first_seconds + need.least_tokens * token_seconds,
         last_seconds=first_seconds + answer_tokens * token_seconds,
-        alone_seconds=_prompt_seconds(load, 0, own_rows) + answer_tokens * alone_seconds,
-        is_guess=not load.base_seconds + load.row_seconds,
+        alone_seconds=_prompt_seconds(load, 0, own_rows) + answer_tokens * _token_seconds(load, 1),
+        is_guess=not (load.base_seconds or load.row_seconds),
     )
 
 
@@ -218,6 +217,11 @@ def _places(load: EngineLoad) -> int:
 
 def _step_seconds(load: EngineLoad, num_rows: float) -> float:
     return load.base_seconds + num_rows * load.row_seconds or UNKNOWN_STEP_SECONDS
+
+
+def _token_seconds(load: EngineLoad, num_sequences: int) -> float:
+    """Until the next token of each of so many."""
+    return _step_seconds(load, num_sequences) / (load.tokens_per_step or 1.0)
 
 
 def _prompt_rows(load: EngineLoad, num_tokens: int, num_cached: int) -> float:

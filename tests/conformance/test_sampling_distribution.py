@@ -1,6 +1,6 @@
 """X05, coupled rule: what is emitted is distributed as the target alone, and a fault would show."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -19,18 +19,9 @@ from tests.conformance.chains import (
     target_chain,
 )
 
-pytestmark = pytest.mark.statistics
+pytestmark = [pytest.mark.statistics, pytest.mark.usefixtures("one_thread")]
 
 Verify = Callable[[Sequence[int], Sequence[int]], VerifyResult]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only wait for each other on tensors this narrow."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def emitted(

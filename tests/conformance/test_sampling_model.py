@@ -1,7 +1,5 @@
 """X05 on the real model: its next token through both rules, against its own softmax."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from cluster.sampling.ratio import draw_drafts, verify_ratio
 from cluster.sampling.verify import verify
 from tests.conformance.chains import chi_square
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
 NUM_DRAWS = 20_000
 AT_ONCE = 250
@@ -25,15 +23,6 @@ CONTEXTS = {  # of which top-p keeps some dozens of tokens at that temperature
     0.7: (504, 1450, 3645, 282, 260, 713, 314),  # The best season of the year is
     1.0: (788, 260, 5738, 1041, 6572, 260, 5700, 284, 3680),  # In the morning she opened the ...
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Rows this few are drawn sooner by one."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

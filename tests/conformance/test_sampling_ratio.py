@@ -23,19 +23,10 @@ from tests.conformance.chains import (
     target_chain,
 )
 
-pytestmark = pytest.mark.statistics
+pytestmark = [pytest.mark.statistics, pytest.mark.usefixtures("one_thread")]
 
 SOME_DRAWS = 20_000
 Ship = Callable[[DrawnDraft], DraftDistribution | None]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only wait for each other on tensors this narrow."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def as_drawn(draft: DrawnDraft) -> DraftDistribution | None:

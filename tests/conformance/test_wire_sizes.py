@@ -1,6 +1,7 @@
 """Large prompts and long answers over a real socket: whole, in order, and at nobody's cost."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
@@ -10,7 +11,7 @@ from protos import inference_pb2
 from tests.checkpoints import make_tokenizer
 from tests.fakes import FakeTarget
 from tests.openai_http import AnyPrompt
-from tests.wire import NUM_PROMPT, served
+from tests.wire import NUM_PROMPT, Wire, served
 
 pytestmark = pytest.mark.wire
 
@@ -39,12 +40,9 @@ def prompt_of(num_bytes: int) -> str:
     return (WORD * (num_bytes // len(WORD) + 1))[:num_bytes]
 
 
-@pytest.mark.parametrize("num_bytes", [10**6, LARGEST_BYTES])
-async def test_x71_a_large_prompt_is_answered(tokenizer: Tokenizer, num_bytes: int) -> None:
-    """Every byte of it reaches the engine, every token is counted, and the answer is whole."""
-    prompt = prompt_of(num_bytes)
-    token_ids = tokenizer.encode(prompt)
-    async with served(
+def roomy(tokenizer: Tokenizer) -> AbstractAsyncContextManager[Wire]:
+    """A server with room for the largest prompt, whose answers are all the same."""
+    return served(
         tokenizer,
         tokenizer.encode("fine"),
         model=AnyPrompt,
@@ -52,7 +50,15 @@ async def test_x71_a_large_prompt_is_answered(tokenizer: Tokenizer, num_bytes: i
         max_message_bytes=MAX_MESSAGE_BYTES,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=4096,
-    ) as wire:
+    )
+
+
+@pytest.mark.parametrize("num_bytes", [10**6, LARGEST_BYTES])
+async def test_x71_a_large_prompt_is_answered(tokenizer: Tokenizer, num_bytes: int) -> None:
+    """Every byte of it reaches the engine, every token is counted, and the answer is whole."""
+    prompt = prompt_of(num_bytes)
+    token_ids = tokenizer.encode(prompt)
+    async with roomy(tokenizer) as wire:
         answer = await wire.ask(prompt=prompt)
         [sent] = wire.backend.requests
     assert sent.prompt_token_ids == token_ids
@@ -75,15 +81,7 @@ async def test_x71_a_large_prompt_holds_up_nobody(
         meanwhile.append(num_answered - before)
         return token_ids
 
-    async with served(
-        tokenizer,
-        tokenizer.encode("fine"),
-        model=AnyPrompt,
-        target=ForgetfulTarget,
-        max_message_bytes=MAX_MESSAGE_BYTES,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=4096,
-    ) as wire:
+    async with roomy(tokenizer) as wire:
         monkeypatch.setattr(tokenizer, "encode", watched)
         large = asyncio.create_task(wire.ask(prompt=prompt_of(LARGEST_BYTES)))
         while not large.done():

@@ -1,10 +1,8 @@
 """Drafters beside the target, configured: what an engine is built with, and what is refused."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
 from cluster.config import (
@@ -25,11 +23,8 @@ from tests.heads import make_eagle, make_medusa
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield make_checkpoint(tmp_path_factory.mktemp("target"), hidden_size=32, num_layers=4)
-    torch.set_num_threads(num_threads)
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("target"), hidden_size=32, num_layers=4)
 
 
 def config_of(target: Path, drafter: dict[str, object]) -> DrafthouseConfig:

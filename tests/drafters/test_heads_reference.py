@@ -6,7 +6,7 @@ transformers, and computes every draft from the first token on.
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,15 +33,6 @@ GREEDY = SamplingSpec(seed=0, temperature=0.0)
 CONTEXT = 512
 NUM_WANTED = 5
 Reference = Callable[[list[int]], list[Tensor]]  # tokens to the logits of each draft
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only wait for each other in models this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Hidden states that are kept: of settled rows only, and under their own positions."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -89,12 +88,10 @@ def test_a_gap_begins_anew() -> None:
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def decoder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Decoder:
+    del one_thread
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), num_layers=4, hidden_size=32)
-    yield load_decoder(folder, dtype="float32")
-    torch.set_num_threads(num_threads)
+    return load_decoder(folder, dtype="float32")
 
 
 @pytest.mark.parametrize("layers", [(), (0, 2, 4)])

@@ -1,7 +1,6 @@
 """Every processor against the slow reference, row by row, and what they do at their edges."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,8 @@ from cluster.messages import SamplingSpec
 from cluster.sampling.draw import distribution, sample
 from cluster.sampling.processors import drawable, processed
 from tests.sampling.reference import NEVER, reference_logits, reference_probs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 8
 PLAIN = SamplingSpec(seed=0)
@@ -60,15 +61,6 @@ CHANGES: dict[str, st.SearchStrategy[dict[str, object]]] = {
     ),
 }
 Row = tuple[list[float], SamplingSpec, tuple[int, ...], list[bool] | None]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads only wait for each other on tensors this narrow."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @st.composite
