@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "cluster.messages",
         "cluster.prefixes",
         "cluster.interfaces",
+        "cluster.jit",
         "cluster.metrics",
         "cluster.logs",
     ),

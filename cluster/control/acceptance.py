@@ -5,13 +5,14 @@ The chance that a position is accepted, once all before it were, is
 that the chain reached and the target verified are labels, so that nothing is censored.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.control.calibration import Calibration
+from cluster.control.kernels import MAX_MARGIN, conditional, survive
 from cluster.control.policy import Outcome
 from cluster.control.table import SequenceTable
 from cluster.messages import Draft
@@ -28,8 +29,6 @@ NUM_FEATURES = NUM_SHARED + 2 * NUM_BUCKETS
 PRIOR_INTERCEPT = 0.4  # somewhat hopeful: what is never tried is never learned
 PRIOR_SLOPE = 0.3
 INTERCEPT_PRECISION = 2.0
-MAX_MARGIN = 16.0  # beyond it a lead counts by its logarithm only
-MAX_LOGIT = 7.0
 MAX_MOVE = 2.0
 WINDOW = 1_000  # labels after which an old one counts a third
 
@@ -44,12 +43,14 @@ class AcceptanceModel:
     """Survivals of draft positions, learned online; calibrated, and says how well."""
 
     def __init__(self) -> None:
-        self._regressions: dict[str, _Regression] = {}
+        self._drafters: dict[str, int] = {}
+        self._regressions: list[_Regression] = []
         self._sequences = SequenceTable(bias=np.array(0.0), information=np.array(0.0))
         self._calibration = Calibration()
         self._num_ended = 0.0
         self._ended_bias = 0.0
         self._ended_variance = 0.0
+        self._stack()
 
     @property
     def calibration_error(self) -> float:
@@ -93,43 +94,35 @@ class AcceptanceModel:
         `hope` adds so many standard deviations of what is not known yet to the logit of each first
         position: decided by such survivals, what might be good is tried until it is known.
         """
-        told = _Told(drafts)
-        rows = self._sequences.rows(seq_ids)
-        logits = self._logits(rows, told)
-        survivals = _chances(logits).cumprod(axis=1)
-        if hope and told.longest:
-            survivals[:, 0] = _chances(logits[:, 0] + hope * self._spreads(rows, told))
-        if told.lengths is not None:
-            survivals *= told.offered
-        return np.asarray(survivals)
+        told = _Told(drafts, self._place)
+        return self._survivals(told, self._sequences.rows(seq_ids), hope=hope)
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from verified drafts; empty ones say nothing."""
         outcomes = [outcome for outcome in outcomes if outcome.draft.token_ids]
         if not outcomes:
             return
-        drafts = [outcome.draft for outcome in outcomes]
-        told = _Told(drafts)
-        offered = told.offered
+        told = _Told([outcome.draft for outcome in outcomes], self._place)
         rows = self._sequences.rows([outcome.seq_id for outcome in outcomes])
-        num_accepted = np.array([outcome.num_accepted for outcome in outcomes])[:, None]
-        positions = np.arange(told.longest)
-        accepted = positions < num_accepted
-        reached = offered & (positions <= num_accepted)
-        chances = _chances(self._logits(rows, told))
-        survivals = np.cumprod(chances, axis=1, dtype=np.float64)
-        self._calibration.observe(survivals[offered], accepted[offered].astype(np.float64))
-        for name, group in told.by_drafter:
-            labels = reached[group]
-            self._regression(name).learn(
-                told.logarithms[group][labels],
-                told.leads[group][labels],
-                np.broadcast_to(positions, labels.shape)[labels],
-                (accepted[group] - chances[group])[labels],
-                chances[group][labels],
+        num_accepted = np.array([outcome.num_accepted for outcome in outcomes])
+        offered = np.arange(told.longest) < told.lengths[:, None]
+        drafts, places = offered.nonzero()
+        accepted = places < num_accepted[drafts]
+        reached = places <= num_accepted[drafts]
+        chances = self._chances(told, rows)
+        survivals = self._survivals(told, rows)
+        self._calibration.observe(survivals[offered], accepted.astype(np.float64))
+        for own in set(told.own.tolist()):
+            labels = reached & (told.own[drafts] == own)
+            self._regressions[own].learn(
+                told.margins[labels],
+                places[labels],
+                (accepted - chances)[labels],
+                chances[labels],
             )
-        chances = _chances(self._logits(rows, told))
-        self._learn_bias(rows, chances, accepted, reached)
+        self._stack()
+        chances = self._chances(told, rows)
+        self._learn_bias(rows, drafts[reached], chances[reached], accepted[reached])
 
     def forget(self, seq_ids: Iterable[int]) -> None:
         """Sequences ended; what they were like is what to expect of those to come."""
@@ -160,40 +153,52 @@ class AcceptanceModel:
         return count / (self._ended_variance + BIAS_SEQUENCES * BIAS_VARIANCE)
 
     def _learn_bias(
-        self,
-        rows: IntArray,
-        chances: FloatArray,
-        accepted: NDArray[np.bool_],
-        reached: NDArray[np.bool_],
+        self, rows: IntArray, drafts: IntArray, chances: FloatArray, accepted: NDArray[np.bool_]
     ) -> None:
-        """One Newton step of each sequence's own bias, towards zero as far as little is known."""
+        """One Newton step of each sequence's own bias, towards zero as far as little is known.
+
+        `chances` are of labels, which are of `drafts`, whose sequences are in `rows`.
+        """
         bias, information = self._sequences["bias"], self._sequences["information"]
-        known = information[rows] * BIAS_KEPT + (chances * (1 - chances) * reached).sum(axis=1)
-        surprise = ((accepted - chances) * reached).sum(axis=1)
+        known = information[rows] * BIAS_KEPT
+        known += np.bincount(drafts, chances * (1 - chances), minlength=len(rows))
         precision = self._bias_precision
-        surprise -= (1 - BIAS_KEPT) * precision * (bias[rows] - self._mean_bias)
+        faded = (1 - BIAS_KEPT) * precision * (bias[rows] - self._mean_bias)
+        surprise = np.bincount(drafts, accepted - chances, minlength=len(rows)) - faded
         information[rows] = known
         bias[rows] += np.clip(surprise / (known + precision), -MAX_MOVE, MAX_MOVE)
 
-    def _logits(self, rows: IntArray, told: "_Told") -> FloatArray:
-        """Of the conditional acceptance of every position `[drafts, longest]`."""
-        logits = np.empty_like(told.leads)
-        for name, group in told.by_drafter:
-            logits[group] = self._regression(name).logits(told.logarithms[group], told.leads[group])
-        logits += self._sequences["bias"][rows, None]
-        return logits
+    def _chances(self, told: "_Told", rows: IntArray) -> FloatArray:
+        """Of all positions, flat, that they are accepted once all before them were."""
+        chances = np.empty_like(told.margins)
+        conditional(*told.flat, self._sequences["bias"][rows], *self._weights, chances)
+        return chances
 
-    def _spreads(self, rows: IntArray, told: "_Told") -> FloatArray:
-        """Standard deviations of what is not known of the logit of each first position."""
+    def _survivals(self, told: "_Told", rows: IntArray, *, hope: float = 0.0) -> FloatArray:
+        """As `survival_table`."""
         variances = 1 / (self._bias_precision + self._sequences["information"][rows])
-        for name, group in told.by_drafter:
-            variances[group] += self._regression(name).variances(told.logarithms[group, 0])
-        return np.asarray(np.sqrt(variances))
+        biases = self._sequences["bias"][rows]
+        survivals = np.empty((len(rows), told.longest))
+        survive(*told.flat, biases, *self._weights, variances, self._spreads, hope, survivals)
+        return survivals
 
-    def _regression(self, drafter: str) -> "_Regression":
-        if drafter not in self._regressions:
-            self._regressions[drafter] = _Regression()
-        return self._regressions[drafter]
+    def _place(self, drafter: str) -> int:
+        """Which regression is that drafter's."""
+        if drafter not in self._drafters:
+            self._drafters[drafter] = len(self._regressions)
+            self._regressions.append(_Regression())
+            self._stack()
+        return self._drafters[drafter]
+
+    def _stack(self) -> None:
+        """Put side by side what the regressions have learned."""
+        each = self._regressions
+        self._weights = (
+            np.array([one.intercepts for one in each]).reshape(-1, len(BUCKETS)),
+            np.array([one.slopes for one in each]).reshape(-1, len(BUCKETS)),
+            np.array([one.lead for one in each]),
+        )
+        self._spreads = np.array([one.spread for one in each]).reshape(-1, 3)
 
 
 class _Regression:
@@ -211,38 +216,21 @@ class _Regression:
         )
         self._weights = self._prior.copy()
         self._information = np.zeros((NUM_FEATURES, NUM_FEATURES))
-        self._spread = (1 / self._precision[0], 0.0, 1 / self._precision[1])
+        self.spread = (1 / self._precision[0], 0.0, 1 / self._precision[1])
         self._place_weights()
 
-    def logits(self, logarithms: FloatArray, leads: FloatArray) -> FloatArray:
-        """By draft and position."""
-        longest = leads.shape[1]
-        logits: FloatArray = logarithms * self._slopes[:longest]
-        logits += self._intercepts[:longest]
-        logits += leads * self._weights[2]
-        return logits
-
-    def variances(self, logarithms: FloatArray) -> FloatArray:
-        """Of what is not known of the intercept and the first slope."""
-        intercept, both, slope = self._spread
-        return np.asarray((slope * logarithms + 2 * both) * logarithms + intercept)
-
     def learn(
-        self,
-        logarithms: FloatArray,
-        leads: FloatArray,
-        positions: IntArray,
-        surprises: FloatArray,
-        chances: FloatArray,
+        self, margins: FloatArray, positions: IntArray, surprises: FloatArray, chances: FloatArray
     ) -> None:
         """One step over labels, all flat; a surprise is what came minus its chance."""
-        count = len(leads)
+        count = len(margins)
+        logarithms = np.log1p(margins)
         labels = np.zeros((count, NUM_FEATURES))
         places = BUCKETS[positions]
         each = np.arange(count)
         labels[:, 0] = 1
         labels[:, 1] = logarithms
-        labels[:, 2] = leads
+        labels[:, 2] = np.minimum(margins, MAX_MARGIN) * (2 / MAX_MARGIN)
         labels[each, NUM_SHARED + places] = 1
         labels[each, NUM_SHARED + NUM_BUCKETS + places] = logarithms
         kept = np.exp(-count / WINDOW)
@@ -252,64 +240,36 @@ class _Regression:
         gradient -= (1 - kept) * self._precision * (self._weights - self._prior)
         covariance = np.linalg.inv(self._information + np.diag(self._precision))
         self._weights += np.clip(covariance @ gradient, -MAX_MOVE, MAX_MOVE)
-        self._spread = (covariance[0, 0], covariance[0, 1], covariance[1, 1])
+        self.spread = (covariance[0, 0], covariance[0, 1], covariance[1, 1])
         self._place_weights()
 
     def _place_weights(self) -> None:
         """The weights of each place in a draft."""
         own = self._weights[NUM_SHARED:].reshape(2, NUM_BUCKETS) + self._weights[:2, None]
-        self._intercepts, self._slopes = own[:, BUCKETS]
-
-
-def _chances(logits: FloatArray) -> FloatArray:
-    bounded = np.minimum(np.maximum(logits, -MAX_LOGIT), MAX_LOGIT)
-    return np.asarray(1 / (1 + np.exp(-bounded)))
+        self.intercepts, self.slopes = own[:, BUCKETS]
+        self.lead = float(self._weights[2])
 
 
 class _Told:
     """What drafters told of some drafts; of one that says nothing the margins count as zeros.
 
-    `logarithms` and `leads` are the features of each position `[drafts, longest]`, `lengths` is
-    None where all are equally long, and `by_drafter` says where each drafter's drafts are: mostly
-    there is one, and all are its.
+    `flat` is the margins of all positions, draft after draft, the drafts' lengths, and which
+    regression is each one's drafter's.
     """
 
-    def __init__(self, drafts: Sequence[Draft]) -> None:
+    def __init__(self, drafts: Sequence[Draft], regression: Callable[[str], int]) -> None:
         lengths = list(map(len, [draft.token_ids for draft in drafts]))
-        self.longest = max(lengths, default=0)
         told = [draft.margins for draft in drafts]
         if list(map(len, told)) != lengths:
             told = [
                 each if len(each) == length else (0.0,) * length
                 for each, length in zip(told, lengths, strict=True)
             ]
+        self.longest = max(lengths, default=0)
         margins = np.fromiter(chain.from_iterable(told), np.float64, sum(lengths))
-        shape = (len(lengths), self.longest)
-        self.lengths: IntArray | None = None
-        if lengths.count(self.longest) < len(lengths):
-            self.lengths = np.array(lengths)
-            flat, margins = margins, np.zeros(shape)
-            margins[self.offered] = flat
-        margins = np.maximum(margins.reshape(shape), 0.0)
-        self.logarithms = np.log1p(margins)
-        self.leads = np.minimum(margins, MAX_MARGIN) * (2 / MAX_MARGIN)
-        self.by_drafter = _by_drafter(drafts)
-
-    @property
-    def offered(self) -> NDArray[np.bool_]:
-        """Which positions there are `[drafts, longest]`."""
-        if self.lengths is None:
-            return np.ones(self.leads.shape, dtype=np.bool_)
-        return np.asarray(np.arange(self.longest) < self.lengths[:, None])
-
-
-def _by_drafter(drafts: Sequence[Draft]) -> list[tuple[str, slice | IntArray]]:
-    """Where each drafter's drafts are; mostly there is one, and all are its."""
-    names = [draft.drafter for draft in drafts]
-    distinct = set(names)
-    if len(distinct) == 1:
-        return [(names[0], slice(None))]
-    return [
-        (name, np.array([at for at, other in enumerate(names) if other == name]))
-        for name in sorted(distinct)
-    ]
+        self.margins = np.maximum(margins, 0.0, out=margins)
+        self.lengths = np.fromiter(lengths, np.int64, len(lengths))
+        names = [draft.drafter for draft in drafts]
+        places = {name: regression(name) for name in dict.fromkeys(names)}
+        self.own = np.fromiter(map(places.__getitem__, names), np.int64, len(names))
+        self.flat = self.margins, self.lengths, self.own

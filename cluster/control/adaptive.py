@@ -180,13 +180,13 @@ class AdaptivePolicy:
             values[values < self.price_floor] = 0.0
         costs = self._cost.rising(shape, values.size)
         counts = admitted(values, costs, goodput=asked.goodput)
-        lengths = np.add.reduce(survivals > 0, axis=1)
+        lengths = np.array([len(draft.token_ids) for draft in came])
         whole = self._whole(asked, values, counts, lengths, costs)
-        counts = np.where(whole, lengths, counts)
+        counts[whole] = lengths[whole]
         asked.survivals = survivals
         num_offered, num_admitted = int(lengths.sum()), int(counts.sum())
         self._metrics.admitted(num_offered=num_offered, num_admitted=num_admitted)
-        explored = tuple(asked.seq_ids[at] for at in whole.nonzero()[0].tolist())
+        explored = tuple(asked.seq_ids[at] for at in whole.tolist())
         self._decided("drafting", asked, survivals, counts, explored)
         return dict(zip(asked.seq_ids, counts.tolist(), strict=True))
 
@@ -197,18 +197,21 @@ class AdaptivePolicy:
         counts: IntArray,
         lengths: IntArray,
         costs: FloatArray,
-    ) -> BoolArray:
-        """Whose drafts to verify to their end, to learn from them."""
+    ) -> IntArray:
+        """Whose drafts to verify to their end, to learn from them: places among those asked."""
         turn = self._prospects.num_asked(asked.rows) < NUM_WHOLE
         if self._step % WHOLE_EVERY == 0:
             turn[self._step // WHOLE_EVERY % len(turn)] = True
+        turn |= asked.probed
+        if not turn.any():
+            return np.flatnonzero(turn)
         longer = counts < lengths
         whole = asked.probed & longer
         turn &= longer & ~whole
         if turn.any():
             goodput = asked.goodput
             whole |= self._explorer.whole(turn, values, counts, lengths, costs, goodput=goodput)
-        return np.asarray(whole)
+        return np.flatnonzero(whole)
 
     def observe(self, record: StepRecord) -> None:
         """Learn what a step costs, what drafts cost, and which are kept."""

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.control.kernels import take_best
+
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
@@ -58,17 +60,9 @@ def admitted(values: FloatArray, costs: FloatArray, *, goodput: float) -> IntArr
     Values are survivals times weights and never rise along a draft, so that the best of all are a
     prefix of each. Taken are the first B, where B is best: sum of values - goodput * costs[B].
     """
-    falling = values.flatten()
-    falling.sort()
-    falling = falling[::-1]
-    net = falling.cumsum() - goodput * costs[1:]
-    best = int(net.argmax()) if len(net) else 0
-    if not len(net) or net[best] <= -goodput * costs[0]:
-        return np.zeros(len(values), dtype=np.int64)
-    last = falling[best]
-    counts: IntArray = np.add.reduce(values > last, axis=1, dtype=np.int64)
-    level = np.flatnonzero(values == last)[: best + 1 - int(counts.sum())]  # the earlier first
-    return counts + np.bincount(level // values.shape[1], minlength=len(values))
+    counts = np.empty(len(values), dtype=np.int64)
+    take_best(values, np.sort(values, axis=None), costs, goodput, counts)
+    return counts
 
 
 def price_of_row(costs: FloatArray, num_rows: float, *, goodput: float) -> float:

@@ -18,6 +18,12 @@ FIRST_BACKOFF = 8  # tokens until a sequence that is not asked is tried again, t
 LAST_BACKOFF = 128
 LAST_LOOK_WAIT = 16  # the same, where it is only asked, which may cost next to nothing
 
+# What is kept of when to try a sequence, and when to look at its drafts, in committed tokens.
+TRY_AT, LOOK_AT, LOOK_WAIT, PUT_OFF, BACKOFF = range(5)  # PUT_OFF: of TRY_AT, after the first wait
+AT_FIRST = np.array([0, 0, FIRST_BACKOFF, 0, FIRST_BACKOFF])
+SINCE_NOW = np.array([FIRST_BACKOFF, FIRST_BACKOFF, FIRST_BACKOFF, 0, FIRST_BACKOFF])
+IS_TIME = np.array([1, 1, 0, 0, 0])
+
 
 class Prospects:
     """The survivals of each sequence's last drafts, empty ones too, and when to try it again.
@@ -32,11 +38,7 @@ class Prospects:
         self._table = SequenceTable(
             drafts=np.tile(first.astype(np.float32), (NUM_KEPT, 1)),
             num_asked=np.array(0),
-            try_at=np.array(0),  # committed tokens
-            look_at=np.array(0),
-            look_wait=np.array(FIRST_BACKOFF),
-            put_off=np.array(0),  # of `try_at`: tokens beyond the first wait
-            backoff=np.array(FIRST_BACKOFF),
+            schedule=AT_FIRST,
         )
 
     def __len__(self) -> int:
@@ -88,23 +90,21 @@ class Prospects:
 
     def asked(self, rows: IntArray, num_tokens: IntArray) -> None:
         """These are asked because it pays: once it does not, they are tried again soon."""
-        self._table["backoff"][rows] = FIRST_BACKOFF
-        self._table["put_off"][rows] = 0
-        self._table["try_at"][rows] = num_tokens + FIRST_BACKOFF
-        self._table["look_wait"][rows] = FIRST_BACKOFF
-        self._table["look_at"][rows] = num_tokens + FIRST_BACKOFF
+        self._table["schedule"][rows] = SINCE_NOW + num_tokens[:, None] * IS_TIME
 
     def encouraged(self, rows: IntArray) -> None:
         """A draft token of these was kept that was only tried: try again soon, it may be luck."""
-        self._table["try_at"][rows] -= self._table["put_off"][rows]
-        self._table["put_off"][rows] = 0
-        self._table["backoff"][rows] = FIRST_BACKOFF
+        schedule = self._table["schedule"]
+        schedule[rows, TRY_AT] -= schedule[rows, PUT_OFF]
+        schedule[rows, PUT_OFF] = 0
+        schedule[rows, BACKOFF] = FIRST_BACKOFF
 
     def due(self, rows: IntArray, num_tokens: IntArray, *, soon: bool = False) -> BoolArray:
         """Which of them should be tried again now; `soon`: as soon as ever."""
-        try_at = self._table["try_at"][rows]
+        schedule = self._table["schedule"]
+        try_at = schedule[rows, TRY_AT]
         if soon:
-            try_at = try_at - self._table["put_off"][rows]
+            try_at -= schedule[rows, PUT_OFF]
         due: BoolArray = try_at <= num_tokens
         return due
 
@@ -113,22 +113,24 @@ class Prospects:
 
         Once there is one, those that would follow soon are asked with it, in the same message.
         """
-        look_at = self._table["look_at"][rows]
+        look_at = self._table["schedule"][rows, LOOK_AT]
         worth: BoolArray = look_at <= num_tokens
         return look_at <= num_tokens + FIRST_BACKOFF if worth.any() else worth
 
     def looked(self, rows: IntArray, num_tokens: IntArray, *, wait: int) -> None:
         """These were asked: they are worth a look again after at least so many tokens."""
-        waits = self._table["look_wait"]
-        self._table["look_at"][rows] = num_tokens + np.maximum(waits[rows], wait)
-        waits[rows] = np.minimum(2 * waits[rows], LAST_LOOK_WAIT)
+        schedule = self._table["schedule"]
+        waits = schedule[rows, LOOK_WAIT]
+        schedule[rows, LOOK_AT] = num_tokens + np.maximum(waits, wait)
+        schedule[rows, LOOK_WAIT] = np.minimum(2 * waits, LAST_LOOK_WAIT)
 
     def tried(self, rows: IntArray, num_tokens: IntArray) -> None:
         """These are tried now, and again after twice as many tokens as the last time."""
-        backoff = self._table["backoff"]
-        self._table["try_at"][rows] = num_tokens + backoff[rows]
-        self._table["put_off"][rows] = backoff[rows] - FIRST_BACKOFF
-        backoff[rows] = np.minimum(2 * backoff[rows], LAST_BACKOFF)
+        schedule = self._table["schedule"]
+        backoff = schedule[rows, BACKOFF]
+        schedule[rows, TRY_AT] = num_tokens + backoff
+        schedule[rows, PUT_OFF] = backoff - FIRST_BACKOFF
+        schedule[rows, BACKOFF] = np.minimum(2 * backoff, LAST_BACKOFF)
 
 
 def _extend(drafts: FloatArray, num_asked: IntArray) -> None:

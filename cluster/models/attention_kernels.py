@@ -3,8 +3,8 @@
 import numpy as np
 from numba import carray, int64, prange, void
 
+from cluster.jit import inner, kernel
 from cluster.models.emit import LANES, MOST_HEADS, MOST_VECTORS
-from cluster.models.jit import inner, kernel
 from cluster.models.tiles import (
     KEYS_AHEAD,
     dot,

@@ -3,15 +3,10 @@
 They are there where numba is, and OpenMP for its threads. Threads are as many as torch has.
 """
 
-import hashlib
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, Protocol, Self
 
 import torch
@@ -20,7 +15,6 @@ from torch import Tensor
 from cluster.models.kv_cache import KVCache
 from cluster.models.spec import ModelSpec
 
-SOURCES = ("kernels.py", "attention_kernels.py", "tiles.py", "emit.py", "jit.py")
 PARALLEL_FROM = 100_000  # products: fewer take less time than calling a second thread
 
 
@@ -312,27 +306,10 @@ def _num_threads() -> int:
 
 @cache
 def _numba() -> Any:  # noqa: ANN401 - it has no types
-    numba = import_module("numba")
-    numba.config.THREADING_LAYER = "threadsafe"
-    if not numba.config.CACHE_DIR:  # its own looks for changes in one of the files alone
-        digest = hashlib.sha256()
-        for name in SOURCES:
-            digest.update(Path(__file__).with_name(name).read_bytes())
-        folder = _code_folder() / digest.hexdigest()[:16]
-        numba.config.CACHE_DIR = str(folder)
-    return numba
-
-
-def _code_folder() -> Path:
-    """A folder for compiled code: among temporary files where no home can be written to."""
-    folder = Path.home() / ".cache" / "drafthouse" / "kernels"
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder if os.access(folder, os.W_OK) else Path(gettempdir()) / "drafthouse-kernels"
+    return import_module("cluster.jit").numba
 
 
 @cache
 def _kernels() -> Any:  # noqa: ANN401 - as above
-    """Compiled by the first process on a machine, in half a minute; others take its code."""
-    _numba()
+    """All of them, compiled."""
     return import_module("cluster.models.kernels")

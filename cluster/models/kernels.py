@@ -8,9 +8,9 @@ it has the same bits in whatever company, by however many threads.
 import numpy as np
 from numba import carray, float64, int64, prange, void
 
+from cluster.jit import inner, kernel
 from cluster.models.attention_kernels import attend, attend_alone, enter
 from cluster.models.emit import LANES
-from cluster.models.jit import inner, kernel
 from cluster.models.tiles import (
     BLOCK,
     MOST_ROWS,
