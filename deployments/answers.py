@@ -44,6 +44,11 @@ async def interleaved(
 
     Closing this closes all streams, and so does the first error, which is raised.
     """
+    if len(streams) == 1:  # as nearly always: there is nothing to mix
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
     arrivals: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
 
     async def read(place: int, stream: AsyncGenerator[T, None]) -> None:

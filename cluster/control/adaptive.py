@@ -152,7 +152,7 @@ class AdaptivePolicy:
         num_tokens = np.array([each.num_tokens for each in candidates])
         rows = self._prospects.rows(seq_ids)
         outlook = self._lookout.outlook(candidates, shape, rows=rows, step=self._step)
-        self._explorer.earn(outlook.step_seconds)
+        self._explorer.earn(outlook.step_seconds, len(candidates))
         self._price = max(outlook.price, self.price_floor)
         self._settle_regime(outlook)
         asked = outlook.pays & self._regime.drafting

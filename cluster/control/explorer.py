@@ -12,6 +12,7 @@ BoolArray = NDArray[np.bool_]
 
 INCOME = 0.005  # of the time of steps,
 LEAST_INCOME = 0.001  # and where nothing that was only tried has been kept for long
+FEW = 4  # sequences; of more there is more to learn from anyway: the income falls with their root
 BARREN = 0.9  # what is left of the income when what was tried is not kept
 FIRST_STEPS = 6.0
 MOST_STEPS = 6.0
@@ -44,13 +45,14 @@ class Explorer:
         """
         return self.credit > RICH * self._most and self._income > LEAST_INCOME
 
-    def earn(self, step_seconds: float) -> None:
-        """A step of that expected length begins."""
+    def earn(self, step_seconds: float, num_sequences: int) -> None:
+        """A step of that expected length begins, in which so many may be drafted for."""
         if self._credit is None:
             self._credit = FIRST_STEPS * step_seconds
         self._most = MOST_STEPS * step_seconds
         if self._credit < self._most:
-            self._credit = min(self._credit + self._income * step_seconds, self._most)
+            income = self._income * min(FEW / num_sequences, 1.0) ** 0.5
+            self._credit = min(self._credit + income * step_seconds, self._most)
 
     def spend(self, seconds: float) -> None:
         """Explored at that price, which may leave a debt."""

@@ -60,7 +60,7 @@ def admitted(values: FloatArray, costs: FloatArray, *, goodput: float) -> IntArr
     Values are survivals times weights and never rise along a draft, so that the best of all are a
     prefix of each. Taken are the first B, where B is best: sum of values - goodput * costs[B].
     """
-    counts = np.empty(len(values), dtype=np.int64)
+    values, counts = np.ascontiguousarray(values), np.empty(len(values), dtype=np.int64)
     take_best(values, np.sort(values, axis=None), costs, goodput, counts)
     return counts
 

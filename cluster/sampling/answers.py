@@ -97,13 +97,14 @@ def _verified(
 
     A greedy sequence is the same under both rules, and cheaper under the coupled one.
     """
-    ratio = [
-        part
-        for part in parts
-        if rule is Rule.RATIO and part.draft_token_ids and part.run.sampling.temperature > 0
-    ]
-    coupled = _cut([part for part in parts if part not in ratio], found)
-    tokens = {part.rows.start: _by_ratio(part, logits) for part in ratio}
+
+    def is_random(part: _Part) -> bool:
+        return bool(part.draft_token_ids) and part.run.sampling.temperature > 0
+
+    if rule is Rule.COUPLED:
+        return _by_coupling(_cut(parts, found), logits)
+    coupled = _cut([part for part in parts if not is_random(part)], found)
+    tokens = {part.rows.start: _by_ratio(part, logits) for part in parts if is_random(part)}
     return tokens | _by_coupling(coupled, logits)
 
 

@@ -14,6 +14,7 @@ from cluster.messages import StepInput, StepOutput
 from cluster.processor import Processor
 from cluster.rank import RankInfo
 from tests.actors.fake_ray import FakeHandle
+from tests.wire import PATIENCE_SECONDS, until
 
 INFO = RankInfo(
     vocab_size=512,
@@ -119,9 +120,7 @@ async def test_a_death_between_steps_is_heard_of(
 ) -> None:
     """Nobody has to step for it."""
     handles[1].kill()
-    async with asyncio.timeout(60):
-        while not killed:  # noqa: ASYNC110 - the kill is an ordinary call
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(killed))
     with pytest.raises(TargetUnavailable, match="rank 1 of 3 died"):
         await group.step(StepInput(1, ()))
 
@@ -145,14 +144,18 @@ async def test_the_first_error_is_told_and_not_what_others_say_of_it(
     handles: list[FakeHandle],
     first: Callable[[FakeHandle, FakeRank], None],
     said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 hears of rank 2 through a broken exchange, and is heard before rank 2's own end."""
+    monkeypatch.setattr(group_module, "LOOK_AROUND_SECONDS", PATIENCE_SECONDS)  # however late
     leader, _, culprit = ranks(handles)
     culprit.go.clear()
     leader.error = TargetUnavailable("rank 0 does not reach the others: closed by peer")
     step = asyncio.create_task(group.step(StepInput(1, ())))
-    await asyncio.sleep(0.002)
+    await until(lambda: 0 in group._errors)
     first(handles[2], culprit)
+    await until(lambda: 2 in group._errors)
+    group._end_for_a_reason()
     with pytest.raises(TargetUnavailable, match=f"rank 2 of 3 .*{said}"):
         await step
 

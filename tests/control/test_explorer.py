@@ -9,7 +9,7 @@ def spent(explorer: Explorer, num_steps: int) -> float:
     """Seconds that could be spent in so many steps of a second, all of it at once when earned."""
     total = 0.0
     for _ in range(num_steps):
-        explorer.earn(1.0)
+        explorer.earn(1.0, 1)
         total += explorer.credit
         explorer.spend(explorer.credit)
     return total
@@ -38,10 +38,10 @@ def test_who_has_saved_is_rich_and_who_spends_is_not() -> None:
     """So that what was put off is tried sooner when nothing else was worth trying."""
     explorer = Explorer()
     spent(explorer, 1)
-    explorer.earn(1.0)
+    explorer.earn(1.0, 1)
     assert not explorer.is_rich
     for _ in range(2000):
-        explorer.earn(1.0)
+        explorer.earn(1.0, 1)
     assert explorer.is_rich
     for _ in range(100):
         explorer.learn(kept=False)
