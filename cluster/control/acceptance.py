@@ -176,10 +176,10 @@ class AcceptanceModel:
 
     def _survivals(self, told: "_Told", rows: IntArray, *, hope: float = 0.0) -> FloatArray:
         """As `survival_table`."""
-        variances = 1 / (self._bias_precision + self._sequences["information"][rows])
-        biases = self._sequences["bias"][rows]
+        biases, known = (self._sequences[name][rows] for name in ("bias", "information"))
+        prior = self._bias_precision
         survivals = np.empty((len(rows), told.longest))
-        survive(*told.flat, biases, *self._weights, variances, self._spreads, hope, survivals)
+        survive(*told.flat, biases, *self._weights, known, prior, self._spreads, hope, survivals)
         return survivals
 
     def _place(self, drafter: str) -> int:

@@ -48,6 +48,7 @@ LEAST_PATIENCE_SECONDS = 0.005
 HOPE = 0.5  # standard deviations of what is not known of a draft's chances
 USUAL_WAITS = 3.0  # so many times the usual wait is no reason to give up
 NO_DRAFT = Draft()
+NOBODY = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,14 +156,13 @@ class AdaptivePolicy:
         self._explorer.earn(outlook.step_seconds, len(candidates))
         self._price = max(outlook.price, self.price_floor)
         self._settle_regime(outlook)
+        if outlook.all_pay and self._regime.drafting:
+            self._prospects.asked(rows, num_tokens)
+            return self._ask(outlook, seq_ids, rows, outlook.wanted, np.zeros_like(outlook.pays))
         asked = outlook.pays & self._regime.drafting
         counts = np.where(asked, outlook.wanted, 0)
-        if asked.all():
-            probed = ~asked
-            self._prospects.asked(rows, num_tokens)
-        else:
-            self._prospects.asked(rows[asked], num_tokens[asked])
-            probed = self._try_others(outlook, rows, num_tokens, asked, counts)
+        self._prospects.asked(rows[asked], num_tokens[asked])
+        probed = self._try_others(outlook, rows, num_tokens, asked, counts)
         return self._ask(outlook, seq_ids, rows, counts, probed)
 
     def admit(self, drafts: Mapping[int, Draft], shape: StepShape) -> Mapping[int, int]:
@@ -202,9 +202,8 @@ class AdaptivePolicy:
         turn = self._prospects.num_asked(asked.rows) < NUM_WHOLE
         if self._step % WHOLE_EVERY == 0:
             turn[self._step // WHOLE_EVERY % len(turn)] = True
-        turn |= asked.probed
-        if not turn.any():
-            return np.flatnonzero(turn)
+        elif not turn.any() and not asked.probed.any():
+            return NOBODY
         longer = counts < lengths
         whole = asked.probed & longer
         turn &= longer & ~whole

@@ -38,14 +38,15 @@ def conditional(margins, lengths, own, biases, intercepts, slopes, leads, out):
             at += 1
 
 
-@kernel(void(flat, counts, counts, flat, table, table, flat, flat, table, float64, table))
+@kernel(void(flat, counts, counts, flat, table, table, flat, flat, float64, table, float64, table))
 def survive(
-    margins, lengths, own, biases, intercepts, slopes, leads, variances, spreads, hope, out
+    margins, lengths, own, biases, intercepts, slopes, leads, known, prior, spreads, hope, out
 ):
     """Survivals by draft and position; 0 after a draft's end.
 
-    Of each first position with `hope` times what is not known of its logit: of the sequence by
-    `variances`, of the regression's intercept and slope by its row of `spreads`.
+    Of each first position with `hope` times what is not known of its logit: of the sequence's bias
+    by the information there is (`known` and `prior`), of the regression's intercept and slope by
+    its row of `spreads`.
     """
     at = 0
     for draft in range(len(lengths)):
@@ -59,7 +60,8 @@ def survive(
                 intercept, both, slope = spreads[whose]
                 logarithm = np.log1p(margin)
                 unknown = (slope * logarithm + 2 * both) * logarithm + intercept
-                out[draft, 0] = _chance(logit + hope * np.sqrt(unknown + variances[draft]))
+                unknown += 1 / (prior + known[draft])
+                out[draft, 0] = _chance(logit + hope * np.sqrt(unknown))
             at += 1
         out[draft, lengths[draft] :] = 0.0
 

@@ -62,7 +62,8 @@ class PolicyMetrics:
     def chosen(self, *, num_asked: int, num_probes: int, price: float, goodput: float) -> None:
         """Count what was asked for."""
         self._asked.inc(num_asked)
-        self._probes.inc(num_probes)
+        if num_probes:
+            self._probes.inc(num_probes)
         self._price.set(price)
         self._goodput.set(goodput)
 

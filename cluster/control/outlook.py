@@ -34,6 +34,7 @@ class Outlook:
     `price`          the survival below which a row does not pay
     `worth`          by candidate: tokens that drafts of it bring beyond the time of their rows
     `pays`           by candidate: whether that is more than asking for it costs
+    `all_pay`        whether all do
     `wanted`         by candidate: how many positions to ask for
     `gain`           what asking all that pay brings, net of all waiting, as a part of the step
     `step_seconds`   of the step without drafts
@@ -133,6 +134,7 @@ class Outlook:
             net = np.where(worthwhile, self._positions - token_price, 0.0).sum(axis=1)
         least = np.maximum(goodput * draft_cost.per_sequence, LEAST_WORTH * self.weights)
         self.pays = (net > least) & (self.wanted > 0)
+        self.all_pay = bool(self.pays.all())
 
 
 class Lookout:

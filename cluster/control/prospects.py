@@ -40,6 +40,7 @@ class Prospects:
             num_asked=np.array(0),
             schedule=AT_FIRST,
         )
+        self._asked: tuple[IntArray, IntArray] | None = None  # what `asked` has not entered yet
 
     def __len__(self) -> int:
         return len(self._table)
@@ -50,6 +51,7 @@ class Prospects:
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Sequences ended."""
+        self._schedule()
         self._table.forget(seq_ids)
 
     def drafts(self, rows: IntArray) -> NDArray[np.float32]:
@@ -90,18 +92,20 @@ class Prospects:
 
     def asked(self, rows: IntArray, num_tokens: IntArray) -> None:
         """These are asked because it pays: once it does not, they are tried again soon."""
-        self._table["schedule"][rows] = SINCE_NOW + num_tokens[:, None] * IS_TIME
+        if self._asked is not None and self._asked[0] is not rows:
+            self._schedule()
+        self._asked = rows, num_tokens  # entered once it is of interest: once it does not pay
 
     def encouraged(self, rows: IntArray) -> None:
         """A draft token of these was kept that was only tried: try again soon, it may be luck."""
-        schedule = self._table["schedule"]
+        schedule = self._schedule()
         schedule[rows, TRY_AT] -= schedule[rows, PUT_OFF]
         schedule[rows, PUT_OFF] = 0
         schedule[rows, BACKOFF] = FIRST_BACKOFF
 
     def due(self, rows: IntArray, num_tokens: IntArray, *, soon: bool = False) -> BoolArray:
         """Which of them should be tried again now; `soon`: as soon as ever."""
-        schedule = self._table["schedule"]
+        schedule = self._schedule()
         try_at = schedule[rows, TRY_AT]
         if soon:
             try_at -= schedule[rows, PUT_OFF]
@@ -113,24 +117,33 @@ class Prospects:
 
         Once there is one, those that would follow soon are asked with it, in the same message.
         """
-        look_at = self._table["schedule"][rows, LOOK_AT]
+        look_at = self._schedule()[rows, LOOK_AT]
         worth: BoolArray = look_at <= num_tokens
         return look_at <= num_tokens + FIRST_BACKOFF if worth.any() else worth
 
     def looked(self, rows: IntArray, num_tokens: IntArray, *, wait: int) -> None:
         """These were asked: they are worth a look again after at least so many tokens."""
-        schedule = self._table["schedule"]
+        schedule = self._schedule()
         waits = schedule[rows, LOOK_WAIT]
         schedule[rows, LOOK_AT] = num_tokens + np.maximum(waits, wait)
         schedule[rows, LOOK_WAIT] = np.minimum(2 * waits, LAST_LOOK_WAIT)
 
     def tried(self, rows: IntArray, num_tokens: IntArray) -> None:
         """These are tried now, and again after twice as many tokens as the last time."""
-        schedule = self._table["schedule"]
+        schedule = self._schedule()
         backoff = schedule[rows, BACKOFF]
         schedule[rows, TRY_AT] = num_tokens + backoff
         schedule[rows, PUT_OFF] = backoff - FIRST_BACKOFF
         schedule[rows, BACKOFF] = np.minimum(2 * backoff, LAST_BACKOFF)
+
+    def _schedule(self) -> IntArray:
+        """When to try and to look at each `[sequences, 5]`, complete."""
+        schedule: IntArray = self._table["schedule"]
+        if self._asked is not None:
+            rows, num_tokens = self._asked
+            schedule[rows] = SINCE_NOW + num_tokens[:, None] * IS_TIME
+            self._asked = None
+        return schedule
 
 
 def _extend(drafts: FloatArray, num_asked: IntArray) -> None:

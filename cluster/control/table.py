@@ -19,6 +19,7 @@ class SequenceTable:
         self.initial = initial
         self._rows: dict[int, int] = {}
         self._free: list[int] = list(range(FIRST_CAPACITY))
+        self._last: tuple[list[int], NDArray[np.int64]] = ([], np.zeros(0, dtype=np.int64))
         self._columns = {
             name: np.repeat(value[None], FIRST_CAPACITY, axis=0) for name, value in initial.items()
         }
@@ -34,18 +35,19 @@ class SequenceTable:
         return self._columns[name]
 
     def rows(self, seq_ids: Sequence[int]) -> NDArray[np.int64]:
-        """Where these sequences are; whoever is new gets a row."""
-        known = self._rows
-        try:
-            return np.array([known[seq_id] for seq_id in seq_ids], dtype=np.int64)
-        except KeyError:
+        """Where these sequences are, not to be written to; whoever is new gets a row."""
+        ids, rows = self._last
+        if ids != seq_ids:  # mostly they are those of the last step
             for seq_id in seq_ids:
-                if seq_id not in known:
+                if seq_id not in self._rows:
                     self._add(seq_id)
-            return np.array([known[seq_id] for seq_id in seq_ids], dtype=np.int64)
+            rows = np.array([self._rows[seq_id] for seq_id in seq_ids], dtype=np.int64)
+            self._last = list(seq_ids), rows
+        return rows
 
     def forget(self, seq_ids: Iterable[int]) -> None:
         """Free their rows; ids without one are ignored."""
+        self._last = ([], np.zeros(0, dtype=np.int64))
         for seq_id in seq_ids:
             row = self._rows.pop(seq_id, None)
             if row is not None:
