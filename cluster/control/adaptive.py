@@ -7,9 +7,9 @@ admit    sorts all positions that came by their survival (times the request's we
 observe  corrects what is known of costs and of acceptance
 
 A sequence that does not pay is tried again after 8, 16, 32, ... tokens, and now and then a draft
-is verified whole to learn from it; both from a credit of half a hundredth of the time. What its
-drafts look like is seen more often, since asking may cost next to nothing. Drafting as a
-whole begins or ends at most once a second.
+is verified whole to learn from it; both from a credit of at most half a hundredth of the time.
+What its drafts look like is seen more often, since asking may cost next to nothing. Drafting as
+a whole begins or ends at most once a second.
 """
 
 import logging

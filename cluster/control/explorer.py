@@ -22,7 +22,7 @@ LEAST_SECONDS = 1e-9
 
 
 class Explorer:
-    """Spends a credit of seconds: half a hundredth of the time, and a little to begin with.
+    """Spends a credit of seconds: at most half a hundredth of the time, and a little to begin with.
 
     It is counted in expectation: what exploring costs beyond what it is thought to bring.
     """
