@@ -175,7 +175,9 @@ class Engine:
         self._end_expired()
         if not self._scheduler.has_work:
             return
-        plan = self._scheduler.schedule(self._policy, urgency=self._deadlines.urgency)
+        plan = self._scheduler.schedule(
+            self._policy, urgency=self._deadlines.urgency, prompt_rows=self._meter.prompt_rows
+        )
         self._observe(plan)
         self._in_step = frozenset(turn.sequence for turn in plan.turns)
         begin = time.perf_counter()
@@ -198,7 +200,7 @@ class Engine:
         )
         self._deadlines.observe(draft_seconds + target_seconds)
         self._meter.observe_step(
-            num_rows=shape.num_rows,
+            num_rows=plan.cost(self._limits),
             drafts=drafts.values(),
             answers=answers,
             seconds=draft_seconds + target_seconds,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigurationError
 
+USUAL_PROMPT_ROWS = 24  # beside sequences that decode, where it is not known what rows cost
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
@@ -26,14 +28,14 @@ class EngineLimits:
     block_size: int
     num_blocks: int
     draft_deadline_seconds: float
-    max_prompt_rows_beside_decodes: int = 24
+    max_prompt_rows_beside_decodes: int | None = None  # by what they cost
     keys_per_row: int = 1024
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is not False and value <= 0:
+            if value is not None and value is not False and value <= 0:
                 raise ConfigurationError(f"{name}: {value} is not above 0")
         if self.num_blocks * self.block_size < self.max_model_len:
             raise ConfigurationError(

@@ -38,12 +38,12 @@ class LoadMeter:
     def observe_step(
         self,
         *,
-        num_rows: int,
+        num_rows: float,
         drafts: Iterable[Draft],
         answers: Mapping[int, SequenceTokens],
         seconds: float,
     ) -> None:
-        """A step of so many rows without its drafts is over."""
+        """A step of so many rows (that look back on nothing) without its drafts is over."""
         num_drafted = sum(len(draft.token_ids) for draft in drafts)
         sampled = [answer for answer in answers.values() if answer.token_ids]
         self._pace.observe_step(num_rows=num_rows + num_drafted, seconds=seconds)
@@ -57,6 +57,11 @@ class LoadMeter:
     def observe_answer(self, num_tokens: int) -> None:
         """An answer of so many tokens ended by itself."""
         self._pace.observe_answer(num_tokens)
+
+    def prompt_rows(self, num_decodes: int) -> int:
+        """How many rows of prompts, that look back on nothing, may stand beside so many decodes."""
+        fixed = self._limits.max_prompt_rows_beside_decodes
+        return fixed or self._pace.more_rows(num_decodes)
 
     @property
     def place_seconds(self) -> float:
@@ -91,7 +96,7 @@ class LoadMeter:
             num_blocks=limits.num_blocks,
             max_num_seqs=limits.max_num_seqs,
             max_num_waiting=limits.max_num_waiting,
-            max_prompt_rows=limits.max_prompt_rows_beside_decodes,
+            max_prompt_rows=self.prompt_rows(len(scheduler.running) - len(prompts)),
             keys_per_row=limits.keys_per_row,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             prompt_tokens=sum(s.num_uncomputed_tokens for s in (*prompts, *scheduler.waiting)),

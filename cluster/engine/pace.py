@@ -8,6 +8,9 @@ MEMORY_STEPS = 100  # over which what a step costs is forgotten
 RECENT_SECONDS = 3.0  # over which a rate is
 MEMORY_ANSWERS = 50
 LEAST_SPREAD = 0.25  # of the rows' variance, below which a row's own cost cannot be told
+STRETCH = 2.4  # times as long prompts may make a step in which others decode
+FIRST_ROWS = 8  # of prompts beside those, to see what one costs
+GROWTH = 2.0  # times as many rows as were seen lately may be tried
 
 
 class Rate:
@@ -43,15 +46,17 @@ class Pace:
         self.step_seconds = 0.0
         self.tokens_per_step = 0.0
         self.answer_tokens = 0.0
+        self.most_rows = 0.0  # of a step, lately
         self._weight = 0.0
         self._rows = 0.0
         self._seconds = 0.0
         self._rows_squared = 0.0
         self._product = 0.0
 
-    def observe_step(self, *, num_rows: int, seconds: float) -> None:
+    def observe_step(self, *, num_rows: float, seconds: float) -> None:
         """A step of so many rows, drafts included, took so long."""
         keep = 1 - 1 / MEMORY_STEPS
+        self.most_rows = max(keep * self.most_rows, num_rows)
         self._weight = keep * self._weight + 1
         self._rows = keep * self._rows + num_rows
         self._seconds = keep * self._seconds + seconds
@@ -73,15 +78,24 @@ class Pace:
         """An answer ended by itself."""
         self.answer_tokens = _towards(self.answer_tokens, num_tokens, 1 / MEMORY_ANSWERS)
 
+    def more_rows(self, num_rows: int) -> int:
+        """How many rows beside so many make a step STRETCH times as long, as far as it is known.
+
+        What was never tried is approached: what lies beyond it may cost more.
+        """
+        if not self._knows_rows:
+            return FIRST_ROWS
+        row_seconds = self.row_seconds
+        more_seconds = (STRETCH - 1) * (self.base_seconds + num_rows * row_seconds)
+        most = GROWTH * max(self.most_rows, FIRST_ROWS)
+        return max(int(min(most, more_seconds / row_seconds) if row_seconds else most), 1)
+
     @property
     def row_seconds(self) -> float:
         """What one more row adds to a step; 0 while steps were all alike."""
-        if not self._weight:
+        if not self._knows_rows:
             return 0.0
-        spread = self._rows_squared - self._rows**2 / self._weight
-        if spread < LEAST_SPREAD * self._weight:
-            return 0.0
-        slope = (self._product - self._rows * self._seconds / self._weight) / spread
+        slope = (self._product - self._rows * self._seconds / self._weight) / self._spread
         return min(max(slope, 0.0), self._seconds / self._rows)
 
     @property
@@ -90,6 +104,15 @@ class Pace:
         if not self._weight:
             return 0.0
         return max((self._seconds - self._rows * self.row_seconds) / self._weight, 0.0)
+
+    @property
+    def _knows_rows(self) -> bool:
+        """Whether steps were of different rows, so that it shows what one costs."""
+        return self._weight > 0 and self._spread >= LEAST_SPREAD * self._weight
+
+    @property
+    def _spread(self) -> float:
+        return self._rows_squared - self._rows**2 / self._weight
 
 
 def _towards(mean: float, value: float, rate: float) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cluster.control.policy import StepShape
+from cluster.engine.limits import EngineLimits
 from cluster.engine.sequence import Sequence
 from cluster.interfaces import DraftQuery, TargetMemory
 from cluster.messages import BlockCopy, Draft, Rule, SequenceRows, StepInput
@@ -83,6 +84,15 @@ class Plan:
     def shape(self) -> StepShape:
         """What the step holds before any draft."""
         return shape_of([(turn.sequence, turn.num_rows) for turn in self.turns])
+
+    def cost(self, limits: EngineLimits) -> float:
+        """Its rows without drafts, those of prompts by what they look back on."""
+        return sum(
+            1.0
+            if turn.num_rows == 1
+            else limits.prompt_cost(turn.num_rows, turn.sequence.num_computed_tokens)
+            for turn in self.turns
+        )
 
     def queries(self) -> list[DraftQuery]:
         """What to ask the drafter; empty when nobody may bring drafts."""

@@ -7,8 +7,8 @@ A step's budget of `max_num_batched_tokens` rows is spent in this order:
 2. Prompts: those under way and newly admitted ones, in the order of rank, each as far as it goes.
    They leave drafts up to half of what is left, and drafts leave them the other half. Beside
    sequences that decode, all prompts together have rows that cost no more than the first
-   `max_prompt_rows_beside_decodes` of a prompt (a row costs more the more keys it sees), so that a
-   long prompt makes a step longer by a bounded time, and running streams go on. When nothing
+   `prompt_rows` of a prompt (a row costs more the more keys it sees), so that a long prompt makes
+   a step longer by a bounded time, and running streams go on. When nothing
    decodes the whole budget is theirs. What a preempted sequence computes again counts as a prompt,
    too.
 3. Drafts.
@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 
 from cluster.control.policy import Candidate, Policy
 from cluster.engine.blocks import BlockManager
-from cluster.engine.limits import EngineLimits
+from cluster.engine.limits import USUAL_PROMPT_ROWS, EngineLimits
 from cluster.engine.plan import Plan, Turn, shape_of
 from cluster.engine.queue import WaitingQueue, level, rank
 from cluster.engine.sequence import Sequence
@@ -123,11 +123,16 @@ class Scheduler:
         self.shares.leave(sequence.request.tenant)
 
     def schedule(
-        self, policy: Policy, *, urgency: Callable[[Sequence], float] = lambda _: 1.0
+        self,
+        policy: Policy,
+        *,
+        urgency: Callable[[Sequence], float] = lambda _: 1.0,
+        prompt_rows: Callable[[int], int] = lambda _: USUAL_PROMPT_ROWS,
     ) -> Plan:
         """Plan one step. There is at least one turn while there is work.
 
-        `urgency` is what a token of a sequence is worth, next to one that has time.
+        `urgency` is what a token of a sequence is worth, next to one that has time; `prompt_rows`
+        says how many rows of prompts may stand beside so many sequences that decode.
         """
         self._step_id += 1
         self._moves = _Moves()
@@ -137,10 +142,9 @@ class Scheduler:
         rows = dict.fromkeys((s for s in self.running if s.num_uncomputed_tokens == 1), 1)
         left = self._limits.max_num_batched_tokens - len(rows)
         wanted = self._wanted_drafts(policy, tuple(rows), urgency)
-        prompt_rows = left - min(sum(wanted.values()), left // 2)
-        most = self._limits.max_prompt_rows_beside_decodes
+        most = self._limits.max_prompt_rows_beside_decodes or prompt_rows(len(rows))
         cost = self._limits.prompt_cost(most, 0) if rows else math.inf
-        left -= self._fill_prompts(rows, prompt_rows, cost)
+        left -= self._fill_prompts(rows, left - min(sum(wanted.values()), left // 2), cost)
         for sequence, num_rows in rows.items():
             self.shares.charge(sequence.request.tenant, num_rows)
         sizes = self._size_drafts(wanted, left)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.engine.pace import MEMORY_STEPS, Pace
+from cluster.engine.pace import FIRST_ROWS, MEMORY_STEPS, STRETCH, Pace
 from cluster.errors import Overloaded
 from cluster.prefixes import DIGEST_TOKENS, prefix_digests
 from tests.fakes import FakeModel, SameDrafter
@@ -38,6 +38,44 @@ def test_what_a_step_costs_is_learned_from_steps_of_several_sizes() -> None:
         pace.observe_step(num_rows=rows, seconds=0.02 + 0.01 * rows)
     assert pace.row_seconds == pytest.approx(0.01)
     assert pace.base_seconds == pytest.approx(0.02)
+
+
+def test_prompts_get_the_rows_that_make_a_step_so_many_times_as_long() -> None:
+    """A few while it is not known what a row costs; then fewer the dearer one is; never none."""
+    pace = Pace(clock=Clock())
+    assert pace.more_rows(8) == FIRST_ROWS
+    for _ in range(10):
+        pace.observe_step(num_rows=8, seconds=0.1)
+    assert pace.more_rows(8) == FIRST_ROWS
+    for rows in (16, 8, 24):
+        pace.observe_step(num_rows=rows, seconds=0.02 + 0.01 * rows)
+    assert pace.more_rows(8) == pytest.approx((STRETCH - 1) * 0.1 / 0.01, abs=1)
+    for _ in range(10 * MEMORY_STEPS):
+        pace.observe_step(num_rows=8, seconds=0.001)
+        pace.observe_step(num_rows=9, seconds=0.101)
+    assert pace.more_rows(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("free", "row_seconds"), [(0, 0.003), (0, 0.0001), (8, 0.003), (200, 0.0001)]
+)
+def test_rows_are_approached_and_the_bound_is_kept(free: int, row_seconds: float) -> None:
+    """Twice as many as were seen at most, each time; where rows cost little until they do."""
+
+    def seconds(num_rows: int) -> float:
+        return 0.02 + row_seconds * max(num_rows - free, 0)
+
+    pace = Pace(clock=Clock())
+    most, stretches = 8, []
+    for _ in range(MEMORY_STEPS):
+        pace.observe_step(num_rows=8, seconds=seconds(8))
+        rows = 8 + pace.more_rows(8)
+        assert rows <= 8 + 2 * most
+        most = max(most, rows)
+        pace.observe_step(num_rows=rows, seconds=seconds(rows))
+        stretches.append(seconds(rows) / seconds(8))
+    assert max(stretches[20:]) < 1.2 * STRETCH
+    assert min(stretches[20:]) > 0.75 * STRETCH
 
 
 def test_what_steps_cost_is_forgotten() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.control.policy import FixedPolicy
-from cluster.engine.limits import EngineLimits
+from cluster.engine.limits import USUAL_PROMPT_ROWS, EngineLimits
 from cluster.engine.plan import Plan
 from cluster.engine.queue import AGING_STEPS
 from cluster.engine.scheduler import DraftSize, Scheduler, size_draft
@@ -151,7 +151,7 @@ def test_x55_a_long_prompt_makes_the_steps_of_streams_longer_by_a_bound(k: int) 
         play.add(make_request([index], max_tokens=None))
     play.step()
     play.step()
-    most = limits.prompt_cost(limits.max_prompt_rows_beside_decodes, 0)
+    most = limits.prompt_cost(USUAL_PROMPT_ROWS, 0)
     long = play.add(make_request([i % 32 for i in range(4000)]))
     num_steps = 0
     while len(long.token_ids) == 4000:

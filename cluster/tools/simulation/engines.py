@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from cluster.config import TargetConfig
+from cluster.engine.limits import USUAL_PROMPT_ROWS
 from cluster.messages import EngineLoad
 from cluster.tools.simulation.guessing import LATE_LEVELS, LEVELS, Guesser, Situation
 
@@ -97,6 +98,7 @@ class SimulatedEngine:
         self.guess = guesser.guess(Situation(counts=(0,) * (LEVELS + 1), prompt_rows=0))
         self._guesser = guesser
         self._limits = limits
+        self._prompt_rows_beside = limits.max_prompt_rows_beside_decodes or USUAL_PROMPT_ROWS
         self._now = now
         self._levels = [_Level() for _ in range(LEVELS + 1)]
         self._counts = [0] * (LEVELS + 1)
@@ -176,7 +178,7 @@ class SimulatedEngine:
                 step_id=int(self.totals.steps),
                 max_num_seqs=full,
                 max_num_waiting=limits.max_num_waiting,
-                max_prompt_rows=limits.max_prompt_rows_beside_decodes,
+                max_prompt_rows=self._prompt_rows_beside,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 prompt_tokens=int(self._queued_prompt + self._prompt_left),
                 step_seconds=self.guess.seconds,
@@ -262,7 +264,7 @@ class SimulatedEngine:
         if self._prompt is not None:
             rows = limits.max_num_batched_tokens
             if self._running:
-                rows = min(rows, limits.max_prompt_rows_beside_decodes)
+                rows = min(rows, self._prompt_rows_beside)
             rows = min(rows, self._prompt.prompt)
         situation = Situation(
             counts=tuple(self._counts),
