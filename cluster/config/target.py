@@ -24,9 +24,7 @@ class TargetConfig(Config):
     max_model_len: int = Field(default=2048, ge=2)
     max_num_seqs: int = Field(default=16, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
-    max_prompt_rows_beside_decodes: int | None = Field(
-        default=None, ge=1
-    )  # None: by what they cost
+    max_prompt_rows_beside_decodes: int | None = Field(default=None, ge=1)  # None: by their cost
     max_num_waiting: int = Field(default=1024, ge=1)
     prefix_cache: bool = True
     block_size: int | None = Field(default=None, ge=1)  # None: one block spans the context

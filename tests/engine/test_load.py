@@ -52,7 +52,7 @@ def test_prompts_get_the_rows_that_make_a_step_so_many_times_as_long() -> None:
     assert pace.more_rows(8) == pytest.approx((STRETCH - 1) * 0.1 / 0.01, abs=1)
     for _ in range(10 * MEMORY_STEPS):
         pace.observe_step(num_rows=8, seconds=0.001)
-        pace.observe_step(num_rows=9, seconds=0.101)
+        pace.observe_step(num_rows=16, seconds=0.801)
     assert pace.more_rows(0) == 1
 
 
