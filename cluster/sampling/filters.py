@@ -25,6 +25,7 @@ from cluster.messages import SamplingSpec
 
 COLUMN_LENGTH = 16
 MANY_PER_RANK = 4
+SOME_RANKS = 2048  # of a row, found many times sooner than all are put in order
 
 
 def tempered(logits: Tensor, specs: Sequence[SamplingSpec]) -> Tensor:
@@ -87,6 +88,10 @@ def kept_sizes(
 
 def kept_mask(logits: Tensor, log_probs: Tensor, spec: SamplingSpec) -> Tensor:
     """What the filters keep of one whole row, `[vocab]`, however deep they reach."""
+    ranked = rank(logits.unsqueeze(0), min(SOME_RANKS, len(logits)))
+    [size] = kept_sizes(log_probs.unsqueeze(0).gather(-1, ranked), [spec], len(logits))
+    if size is not None and size <= ranked.shape[-1]:
+        return torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, ranked[0, :size], True)
     # Falls as the logits do: each step from them to log-probs is monotone.
     ordered = _falling(log_probs).unsqueeze(0)
     size = int(_sizes(ordered, [spec], len(logits))[0])
