@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from cluster.messages import Rule, SequenceTokens, TopLogprobs
-from cluster.sampling.draw import draw, probabilities
+from cluster.sampling.draw import draw, probabilities, rows_at_once
 from cluster.sampling.logprobs import token_log_probs, top_log_probs
 from cluster.sampling.processors import drawable, processed
 from cluster.sampling.ratio import verify_ratio
@@ -104,8 +104,8 @@ def _verified(
     if rule is Rule.COUPLED:
         return _by_coupling(_cut(parts, found), logits)
     coupled = _cut([part for part in parts if not is_random(part)], found)
-    tokens = {part.rows.start: _by_ratio(part, logits) for part in parts if is_random(part)}
-    return tokens | _by_coupling(coupled, logits)
+    ratio = [part for part in parts if is_random(part)]
+    return _by_ratio(ratio, logits) | _by_coupling(coupled, logits)
 
 
 def _by_coupling(parts: Sequence[_Part], logits: Tensor) -> dict[int, list[int]]:
@@ -128,17 +128,40 @@ def _by_coupling(parts: Sequence[_Part], logits: Tensor) -> dict[int, list[int]]
     return tokens
 
 
-def _by_ratio(part: _Part, logits: Tensor) -> list[int]:
+def _by_ratio(parts: Sequence[_Part], logits: Tensor) -> dict[int, list[int]]:
     """All rows, those with nothing to draw too: a draft may not go because of where it leads."""
-    sampling = part.run.sampling
-    own = logits[part.rows.start : part.rows.stop]
-    return verify_ratio(
-        probabilities(own, [sampling] * len(part.rows)),
-        part.draft_token_ids,
-        part.run.sequence.draft_distributions,
-        seed=sampling.seed,
-        positions=part.positions,
-    )
+    tokens: dict[int, list[int]] = {}
+    for some in _groups(parts, most_rows=rows_at_once(logits)):
+        rows = [row for part in some for row in part.rows]
+        probs = probabilities(
+            logits if len(rows) == len(logits) else logits[rows],
+            [part.run.sampling for part in some for _ in part.rows],
+        )
+        first = 0
+        for part in some:
+            own = probs[first : first + len(part.rows)]
+            first += len(part.rows)
+            tokens[part.rows.start] = verify_ratio(
+                own,
+                part.draft_token_ids,
+                part.run.sequence.draft_distributions,
+                seed=part.run.sampling.seed,
+                positions=part.positions,
+            )
+    return tokens
+
+
+def _groups(parts: Sequence[_Part], *, most_rows: int) -> list[list[_Part]]:
+    """Neighbours that have no more rows than that together, or one by itself."""
+    groups: list[list[_Part]] = []
+    room = 0
+    for part in parts:
+        if len(part.rows) > room:
+            groups.append([])
+            room = most_rows
+        groups[-1].append(part)
+        room -= len(part.rows)
+    return groups
 
 
 def _answer(part: _Part, token_ids: Sequence[int]) -> SequenceTokens:

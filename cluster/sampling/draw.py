@@ -108,6 +108,13 @@ def probabilities(
     return probs
 
 
+def rows_at_once(rows: Tensor) -> int:
+    """How many rows of `[rows, vocab]` a CPU's caches hold; all of them elsewhere; at least 1."""
+    num_rows, vocab_size = rows.shape
+    at_once = _ELEMENTS_AT_ONCE // vocab_size if rows.device.type == "cpu" else num_rows
+    return max(at_once, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rest:
     """What the filters keep beyond the individual tokens, for the rows that keep any there.
@@ -212,10 +219,9 @@ def _draw_within(log_probs: Tensor, keys: Tensor) -> list[int]:
 
 
 def _parts(rows: Tensor) -> list[slice]:
-    """So many rows together as a CPU's caches hold; all of them elsewhere."""
-    num_rows, vocab_size = rows.shape
-    at_once = max(1, _ELEMENTS_AT_ONCE // vocab_size) if rows.device.type == "cpu" else num_rows
-    return [slice(first, first + at_once) for first in range(0, num_rows, at_once)]
+    """So many rows together as `rows_at_once` says."""
+    at_once = rows_at_once(rows)
+    return [slice(first, first + at_once) for first in range(0, len(rows), at_once)]
 
 
 def _best(logits: Tensor) -> list[int]:
