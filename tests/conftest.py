@@ -9,7 +9,14 @@ import pytest
 from hypothesis import settings
 from prometheus_client import CollectorRegistry
 
+from cluster.config import prepare_ray_environment
 from cluster.metrics import EngineMetrics
+
+# Before anything imports ray, which reads this once; tests of actors do so, too. No token file is
+# written to the home folder of whoever runs tests, and a call that comes after its cluster's end
+# fails: it would look for another one, for minutes where a head was killed.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+prepare_ray_environment(joining=False)
 
 # Before anything imports torch: its threads sleep while they wait. Spinning, those of one test
 # process would keep another's (a server's, a draft worker's) from the core it needs to go on.

@@ -1,6 +1,8 @@
 """Ray is started a second time where its first process never came up, and only there."""
 
 import pytest
+import ray
+from ray.exceptions import RaySystemError
 
 from cluster.actors.starting import NEVER_CAME_UP, started
 
@@ -32,3 +34,10 @@ def test_another_error_is_not() -> None:
     with pytest.raises(Exception, match="not enough memory"):
         started(start)
     assert not start.messages
+
+
+def test_a_call_without_a_cluster_fails_and_looks_for_none() -> None:
+    """Not even in a process that imported Ray for its actors' sake alone: see tests/conftest.py."""
+    assert not ray.is_initialized()
+    with pytest.raises(RaySystemError, match="not been started"):
+        ray.put(1)

@@ -12,15 +12,11 @@ import psutil
 import pytest
 from pydantic import PydanticDeprecatedSince20
 
-from cluster.config import prepare_ray_environment
 from tests.checkpoints import make_checkpoint
 
 END_SECONDS = 180.0  # agents of a node that was killed notice late
 MARK = "DRAFTHOUSE_TEST_MODULE"  # in the environment of every process a module starts
 
-# Before anything imports ray: no token file is written to the home folder of whoever runs tests.
-os.environ["RAY_AUTH_MODE"] = "disabled"
-prepare_ray_environment(joining=False)
 with warnings.catch_warnings(category=PydanticDeprecatedSince20, action="ignore"):
     import ray.serve  # noqa: F401 - imported once, here, where its own warnings are let pass
 

@@ -1,16 +1,12 @@
 """What the tests of the manifests stand on: every overlay as a real kubectl renders it."""
 
-import os
 import warnings
 
 import pytest
 from pydantic import PydanticDeprecatedSince20
 
-from cluster.config import prepare_ray_environment
 from tests.k8s.kubectl import OVERLAYS, Manifest, kubectl, render
 
-os.environ["RAY_AUTH_MODE"] = "disabled"
-prepare_ray_environment(joining=False)
 with warnings.catch_warnings(category=PydanticDeprecatedSince20, action="ignore"):
     import ray.serve  # noqa: F401 - imported once, here, where its own warnings are let pass
 
