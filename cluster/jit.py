@@ -31,10 +31,9 @@ def _code_folder() -> Path:
     folder = Path.home() / ".cache" / "drafthouse" / "kernels"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    usable = os.access(folder, os.W_OK)
-    return (folder if usable else Path(gettempdir()) / "drafthouse-kernels") / digest.hexdigest()[
-        :16
-    ]
+    if not os.access(folder, os.W_OK):
+        folder = Path(gettempdir()) / "drafthouse-kernels"
+    return folder / digest.hexdigest()[:16]
 
 
 numba.config.THREADING_LAYER = "threadsafe"

@@ -204,6 +204,7 @@ class Engine:
             drafts=drafts.values(),
             answers=answers,
             seconds=draft_seconds + target_seconds,
+            decodes=plan.decodes,
         )
         self._commit(plan, drafts, answers)
 

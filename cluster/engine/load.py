@@ -42,11 +42,15 @@ class LoadMeter:
         drafts: Iterable[Draft],
         answers: Mapping[int, SequenceTokens],
         seconds: float,
+        decodes: bool,
     ) -> None:
-        """A step of so many rows (that look back on nothing) without its drafts is over."""
+        """A step of so many rows (that look back on nothing) without its drafts is over.
+
+        `decodes` if some of them were not of prompts.
+        """
         num_drafted = sum(len(draft.token_ids) for draft in drafts)
         sampled = [answer for answer in answers.values() if answer.token_ids]
-        self._pace.observe_step(num_rows=num_rows + num_drafted, seconds=seconds)
+        self._pace.observe_step(num_rows=num_rows + num_drafted, seconds=seconds, decodes=decodes)
         self._pace.observe_tokens(
             num_sequences=len(sampled),
             num_tokens=sum(len(answer.token_ids) for answer in sampled),

@@ -8,7 +8,7 @@ MEMORY_STEPS = 100  # over which what a step costs is forgotten
 RECENT_SECONDS = 3.0  # over which a rate is
 MEMORY_ANSWERS = 50
 LEAST_SPREAD = 0.25  # of the rows' variance, below which a row's own cost cannot be told
-STRETCH = 2.0  # times as long prompts may make a step in which others decode
+STRETCH = 1.8  # times as long prompts may make a step in which others decode
 FIRST_ROWS = 8  # of prompts beside those, to see what one costs
 GROWTH = 2.0  # times as many rows as were seen lately may be tried
 
@@ -36,8 +36,58 @@ class Rate:
         return self._count * math.exp((self._counted_at - self._clock()) / RECENT_SECONDS)
 
 
+class Line:
+    """A line through the rows and seconds of steps; older ones fade."""
+
+    def __init__(self) -> None:
+        self.most_rows = 0.0  # of a step, lately
+        self._weight = 0.0
+        self._rows = 0.0
+        self._seconds = 0.0
+        self._rows_squared = 0.0
+        self._product = 0.0
+
+    def observe(self, num_rows: float, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        keep = 1 - 1 / MEMORY_STEPS
+        self.most_rows = max(keep * self.most_rows, num_rows)
+        self._weight = keep * self._weight + 1
+        self._rows = keep * self._rows + num_rows
+        self._seconds = keep * self._seconds + seconds
+        self._rows_squared = keep * self._rows_squared + num_rows**2
+        self._product = keep * self._product + num_rows * seconds
+
+    @property
+    def knows_rows(self) -> bool:
+        """Whether steps were of different rows, so that it shows what one costs."""
+        return self._weight > 0 and self._spread >= LEAST_SPREAD * self._weight
+
+    @property
+    def row_seconds(self) -> float:
+        """What one more row adds to a step; 0 while steps were all alike."""
+        if not self.knows_rows:
+            return 0.0
+        slope = (self._product - self._rows * self._seconds / self._weight) / self._spread
+        return min(max(slope, 0.0), self._seconds / self._rows)
+
+    @property
+    def base_seconds(self) -> float:
+        """What a step takes beyond its rows."""
+        if not self._weight:
+            return 0.0
+        return max((self._seconds - self._rows * self.row_seconds) / self._weight, 0.0)
+
+    @property
+    def _spread(self) -> float:
+        return self._rows_squared - self._rows**2 / self._weight
+
+
 class Pace:
-    """A line through the steps' rows and seconds, and the rates of what they brought."""
+    """What steps cost, and the rates of what they brought.
+
+    Those in which something decodes have a line of their own, too: in the large steps of prompts
+    alone a row is cheaper.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens = Rate(clock)
@@ -46,22 +96,14 @@ class Pace:
         self.step_seconds = 0.0
         self.tokens_per_step = 0.0
         self.answer_tokens = 0.0
-        self.most_rows = 0.0  # of a step, lately
-        self._weight = 0.0
-        self._rows = 0.0
-        self._seconds = 0.0
-        self._rows_squared = 0.0
-        self._product = 0.0
+        self._all = Line()
+        self._decoding = Line()
 
-    def observe_step(self, *, num_rows: float, seconds: float) -> None:
-        """A step of so many rows, drafts included, took so long."""
-        keep = 1 - 1 / MEMORY_STEPS
-        self.most_rows = max(keep * self.most_rows, num_rows)
-        self._weight = keep * self._weight + 1
-        self._rows = keep * self._rows + num_rows
-        self._seconds = keep * self._seconds + seconds
-        self._rows_squared = keep * self._rows_squared + num_rows**2
-        self._product = keep * self._product + num_rows * seconds
+    def observe_step(self, *, num_rows: float, seconds: float, decodes: bool = True) -> None:
+        """A step of so many rows, drafts included, took so long; `decodes` if something did."""
+        self._all.observe(num_rows, seconds)
+        if decodes:
+            self._decoding.observe(num_rows, seconds)
         self.step_seconds = _towards(self.step_seconds, seconds, 0.1)
 
     def observe_tokens(
@@ -78,41 +120,28 @@ class Pace:
         """An answer ended by itself."""
         self.answer_tokens = _towards(self.answer_tokens, num_tokens, 1 / MEMORY_ANSWERS)
 
+    @property
+    def row_seconds(self) -> float:
+        """What one more row adds to a step; 0 while steps were all alike."""
+        return self._all.row_seconds
+
+    @property
+    def base_seconds(self) -> float:
+        """What a step takes beyond its rows."""
+        return self._all.base_seconds
+
     def more_rows(self, num_rows: int) -> int:
         """How many rows beside so many make a step STRETCH times as long, as far as it is known.
 
         What was never tried is approached: what lies beyond it may cost more.
         """
-        if not self._knows_rows:
+        line = self._decoding
+        if not line.knows_rows:
             return FIRST_ROWS
-        row_seconds = self.row_seconds
-        more_seconds = (STRETCH - 1) * (self.base_seconds + num_rows * row_seconds)
-        most = GROWTH * max(self.most_rows, FIRST_ROWS)
+        row_seconds = line.row_seconds
+        more_seconds = (STRETCH - 1) * (line.base_seconds + num_rows * row_seconds)
+        most = GROWTH * max(line.most_rows, FIRST_ROWS)
         return max(int(min(most, more_seconds / row_seconds) if row_seconds else most), 1)
-
-    @property
-    def row_seconds(self) -> float:
-        """What one more row adds to a step; 0 while steps were all alike."""
-        if not self._knows_rows:
-            return 0.0
-        slope = (self._product - self._rows * self._seconds / self._weight) / self._spread
-        return min(max(slope, 0.0), self._seconds / self._rows)
-
-    @property
-    def base_seconds(self) -> float:
-        """What a step takes beyond its rows."""
-        if not self._weight:
-            return 0.0
-        return max((self._seconds - self._rows * self.row_seconds) / self._weight, 0.0)
-
-    @property
-    def _knows_rows(self) -> bool:
-        """Whether steps were of different rows, so that it shows what one costs."""
-        return self._weight > 0 and self._spread >= LEAST_SPREAD * self._weight
-
-    @property
-    def _spread(self) -> float:
-        return self._rows_squared - self._rows**2 / self._weight
 
 
 def _towards(mean: float, value: float, rate: float) -> float:

@@ -85,6 +85,11 @@ class Plan:
         """What the step holds before any draft."""
         return shape_of([(turn.sequence, turn.num_rows) for turn in self.turns])
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it has a row that is not of a prompt."""
+        return any(turn.num_rows == 1 for turn in self.turns)
+
     def cost(self, limits: EngineLimits) -> float:
         """Its rows without drafts, those of prompts by what they look back on."""
         return sum(

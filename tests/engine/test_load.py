@@ -78,6 +78,18 @@ def test_rows_are_approached_and_the_bound_is_kept(free: int, row_seconds: float
     assert min(stretches[20:]) > 0.75 * STRETCH
 
 
+def test_steps_of_prompts_alone_say_nothing_of_rows_beside_streams() -> None:
+    """Their rows are cheaper by far; what is told of steps in general has them, too."""
+    pace = Pace(clock=Clock())
+    for rows in (8, 16, 8, 12):
+        pace.observe_step(num_rows=rows, seconds=0.02 + 0.01 * rows)
+    before = pace.more_rows(8)
+    for _ in range(20):
+        pace.observe_step(num_rows=512, seconds=0.5, decodes=False)
+    assert pace.more_rows(8) == before
+    assert pace.row_seconds < 0.002
+
+
 def test_what_steps_cost_is_forgotten() -> None:
     """After a machine has become slower its engines tell so."""
     pace = Pace(clock=Clock())
