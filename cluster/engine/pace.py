@@ -8,7 +8,7 @@ MEMORY_STEPS = 100  # over which what a step costs is forgotten
 RECENT_SECONDS = 3.0  # over which a rate is
 MEMORY_ANSWERS = 50
 LEAST_SPREAD = 0.25  # of the rows' variance, below which a row's own cost cannot be told
-STRETCH = 1.8  # times as long prompts may make a step in which others decode
+STRETCH = 1.6  # times as long prompts may make a step in which others decode
 FIRST_ROWS = 8  # of prompts beside those, to see what one costs
 GROWTH = 2.0  # times as many rows as were seen lately may be tried
 
