@@ -142,8 +142,7 @@ class Scheduler:
         rows = dict.fromkeys((s for s in self.running if s.num_uncomputed_tokens == 1), 1)
         left = self._limits.max_num_batched_tokens - len(rows)
         wanted = self._wanted_drafts(policy, tuple(rows), urgency)
-        most = self._limits.max_prompt_rows_beside_decodes or prompt_rows(len(rows))
-        cost = self._limits.prompt_cost(most, 0) if rows else math.inf
+        cost = self._limits.prompt_cost(prompt_rows(len(rows)), 0) if rows else math.inf
         left -= self._fill_prompts(rows, left - min(sum(wanted.values()), left // 2), cost)
         for sequence, num_rows in rows.items():
             self.shares.charge(sequence.request.tenant, num_rows)

@@ -29,6 +29,7 @@ class Schedule:
     def __init__(self, limits: EngineLimits, k: int = 0, draft_context: int | None = None) -> None:
         self.scheduler = Scheduler(limits, draft_context_limit=draft_context)
         self.limits = limits
+        self.prompt_rows = limits.max_prompt_rows_beside_decodes or USUAL_PROMPT_ROWS
         self.policy = FixedPolicy(k)
         self.sequences: list[Sequence] = []
 
@@ -47,7 +48,7 @@ class Schedule:
 
     def step(self) -> dict[int, tuple[int, int]]:
         """Rows and drafts of this step by sequence id, after committing it."""
-        plan = self.scheduler.schedule(self.policy)
+        plan = self.scheduler.schedule(self.policy, prompt_rows=lambda _: self.prompt_rows)
         self.commit(plan)
         return {turn.sequence.seq_id: (turn.num_rows, turn.num_drafts) for turn in plan.turns}
 
