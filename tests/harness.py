@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.control.policy import FixedPolicy
 from cluster.engine.engine import Engine
-from cluster.engine.limits import EngineLimits
+from cluster.engine.limits import USUAL_PROMPT_ROWS, EngineLimits
 from cluster.interfaces import Drafter, Target
 from cluster.messages import Rule, SamplingSpec, StepInput, TokenDelta
 from cluster.metrics import EngineMetrics
@@ -119,11 +119,14 @@ def make_request(  # noqa: PLR0913 - the fields of a request, flat
     )
 
 
-def make_limits(**changes: float) -> EngineLimits:
-    """Limits for tiny tests: one block a context unless `block_size` or `num_blocks` say else."""
-    max_model_len = int(changes.get("max_model_len", 256))
-    max_num_seqs = int(changes.get("max_num_seqs", 4))
-    block_size = int(changes.get("block_size", max_model_len))
+def make_limits(**changes: float | None) -> EngineLimits:
+    """Limits for tiny tests: one block a context unless `block_size` or `num_blocks` say else.
+
+    No clock decides what is in a step, unless `max_prompt_rows_beside_decodes` is None.
+    """
+    max_model_len = int(changes.get("max_model_len") or 256)
+    max_num_seqs = int(changes.get("max_num_seqs") or 4)
+    block_size = int(changes.get("block_size") or max_model_len)
     sizes = {
         "vocab_size": 32,
         "max_model_len": max_model_len,
@@ -133,6 +136,7 @@ def make_limits(**changes: float) -> EngineLimits:
         "block_size": block_size,
         "num_blocks": max_num_seqs * -(-max_model_len // block_size),
         "draft_deadline_seconds": 5.0,
+        "max_prompt_rows_beside_decodes": USUAL_PROMPT_ROWS,
     } | changes
     return EngineLimits(**sizes)  # type: ignore[arg-type]
 

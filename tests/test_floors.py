@@ -182,14 +182,21 @@ def test_only_config_reads_the_environment(module: str) -> None:
             assert node.attr not in {"environ", "getenv", "putenv"}, f"{module}:{node.lineno}"
 
 
-def test_control_side_loads_no_torch_and_no_ray() -> None:
-    """Importing the control side pulls neither torch nor ray into the process."""
-    targets = [name for name in MODULES if within(name, TORCH_FREE)]
+@pytest.mark.parametrize(
+    ("packages", "without"),
+    [
+        pytest.param(TORCH_FREE, {"torch", "ray"}, id="control"),
+        pytest.param(("deployments",), {"torch", "transformers"}, id="supervisors"),
+    ],
+)
+def test_what_computes_nothing_loads_no_torch(packages: tuple[str, ...], without: set[str]) -> None:
+    """Importing the control side, or what supervises, leaves those libraries out of the process."""
+    targets = [name for name in MODULES if within(name, packages)]
     assert len(targets) > 10
     code = (
         f"import importlib, sys\n"
         f"for name in {targets!r}: importlib.import_module(name)\n"
-        f"print(sorted({{'torch', 'ray'}} & sys.modules.keys()))"
+        f"print(sorted({without!r} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from cluster.actors.membership import Member
 from cluster.actors.outbox import HEARTBEAT_SECONDS, Outbox
 from cluster.actors.remote_drafter import RemoteDrafter
-from cluster.actors.target import compute_side
 from cluster.config import DrafthouseConfig, draft_models
 from cluster.engine.engine import Engine
 from cluster.errors import TargetUnavailable
@@ -162,6 +161,7 @@ class EngineActor(EngineHost):
         self, config: DrafthouseConfig, *, engine_id: str
     ) -> None:
         # Supervisors know this class too, and have no use for torch: only an engine loads it.
+        from cluster.actors.target import compute_side  # noqa: PLC0415
         from cluster.local import build_engine, in_passing_thread  # noqa: PLC0415
 
         setup_logging(engine_id, config.observability)

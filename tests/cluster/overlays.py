@@ -27,7 +27,7 @@ from tests.k8s.manifests import Manifests
 SERVE_PATH = "/api/serve/applications/"
 SERVE = Path(sys.executable).with_name("serve")
 STORE_BYTES = 80 * 2**20
-DRAIN_SECONDS = 30.0
+DRAIN_SECONDS = 300.0  # more than a stream takes where others are started beside it
 HOST = "127.0.0.1"
 ROLLED = ("Gateway", "Target", "Draft")  # what a changed configuration is given to
 TINY = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 1024}

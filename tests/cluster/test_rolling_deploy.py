@@ -27,7 +27,7 @@ from tests.k8s.manifests import Manifests
 pytestmark = [pytest.mark.ray, pytest.mark.wire]
 
 NUM_CLIENTS = 4
-NUM_TOKENS = 200
+NUM_TOKENS = 100
 RETRY_SECONDS = 0.2
 LOOK_UP_SECONDS = 2.0
 

@@ -161,7 +161,7 @@ def proofs(checkpoints: dict[str, Path], one_thread: None) -> dict[str, Proof]:
     return proofs
 
 
-def limits_of(block_size: int, **changes: float) -> EngineLimits:
+def limits_of(block_size: int, **changes: float | None) -> EngineLimits:
     sizes = {"vocab_size": VOCAB_SIZE, "max_model_len": CONTEXT, "block_size": block_size}
     return make_limits(**(sizes | changes))
 
@@ -251,7 +251,7 @@ def settings_of_engines(draw: st.DrawFn) -> Setting:
         block_size,
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.sampled_from([9, 33, 64, 200])),
-        max_prompt_rows_beside_decodes=draw(st.sampled_from([5, 16, 64])),
+        max_prompt_rows_beside_decodes=draw(st.sampled_from([5, 16, 64, None])),
         num_blocks=-(-CONTEXT // block_size) + draw(st.integers(0, 6)),
         prefix_cache=draw(st.sampled_from([True, True, True, False])),
     )
