@@ -1,6 +1,5 @@
 """`drafthouse bench` and `drafthouse validate`: what this machine does, and what would fit it."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import typer
+import uvloop
 from rich.console import Console
 
 from cluster.config import (
@@ -17,6 +17,7 @@ from cluster.config import (
     TargetConfig,
     prepare_ray_environment,
 )
+from cluster.garbage import freeze_loaded
 from cluster.tools.bench.progress import Report, bars
 
 WIDTH = 160  # of tables that go to a file or to another program
@@ -272,13 +273,17 @@ def validate(
 
 
 def show(run: Callable[..., Awaitable[R]], *, json_output: bool) -> R:
-    """Run to the end, with bars where a person looks, then print what was found and return it."""
+    """Run to the end, with bars where a person looks, then print what was found and return it.
+
+    With the event loop and the garbage collector as the processes that serve have them.
+    """
 
     async def measure() -> R:
         with bars(Console(stderr=True), shown=not json_output) as report:
             return await run(report=report)
 
-    result = asyncio.run(measure())
+    freeze_loaded()
+    result = uvloop.run(measure())
     console = Console(highlight=False)
     if json_output:
         console.print_json(json.dumps(result.as_json()))

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.actors.membership import MemberKind, Snapshot
 from cluster.actors.pool import EnginePool
 from cluster.config import DrafthouseConfig
+from cluster.garbage import freeze_loaded
 from cluster.logs import setup_logging
 from cluster.messages import ModelInfo
 from cluster.metrics import Family, GatewayMetrics, collect
@@ -92,6 +93,7 @@ class Gateway:
             router=router,
             gateways=serve.get_deployment_handle(context.deployment, context.app_name),
         )
+        freeze_loaded()
         await self._server.start()
         self._following = asyncio.create_task(
             follow(router, member=lambda: None, on_snapshot=self._on_snapshot)

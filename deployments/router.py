@@ -8,6 +8,7 @@ from ray import ObjectRef
 from cluster.actors.membership import Member, MemberKind, Roster, Snapshot
 from cluster.config import DrafthouseConfig
 from cluster.control.assignment import Assignment
+from cluster.garbage import freeze_loaded
 from cluster.logs import setup_logging
 from cluster.metrics import Family, collect
 from deployments.draft_pools import PoolKeeper
@@ -33,6 +34,7 @@ class Router:
         self._members = {kind: members.labels(kind=kind) for kind in MemberKind}
         self._draft_pools = PoolKeeper(self._registry)
         self._rounds = _RoundMetrics(self._registry)
+        freeze_loaded()
 
     async def register(self, member: Member | None, known: int | None = None) -> Snapshot | None:
         """Hear of a member (None: someone who only listens), and tell what it has to know.

@@ -17,6 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "cluster.tenant",
         "cluster.messages",
         "cluster.prefixes",
+        "cluster.garbage",
         "cluster.interfaces",
         "cluster.jit",
         "cluster.metrics",

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from ray.actor import exit_actor
 
 from cluster.config import DrafthouseConfig, ModelDrafterConfig
 from cluster.drafters.ahead import DraftThread
+from cluster.garbage import freeze_loaded
 from cluster.logs import setup_logging
 from cluster.messages import Draft, DraftLoad, ExchangeInput, ExchangeOutput
 from cluster.metrics import Family, ModelSeries, collect
@@ -47,6 +49,7 @@ class DraftWorker:
         self._loading = Lock()
         self._registry = CollectorRegistry()
         self._metrics = _DraftMetrics(self._registry, model=config.name, pool=drafter.pool)
+        freeze_loaded()
 
     def make_model(self, config: DrafthouseConfig, drafter: ModelDrafterConfig) -> "DraftModel":
         """Load what the configuration names."""
@@ -70,6 +73,13 @@ class DraftWorker:
             raise
         self._metrics.count(answer)
         return answer
+
+    def exchange_packed(self, packed: bytes) -> bytes:
+        """As `exchange`, of a pickled message, pickled.
+
+        Bytes pass Ray as they are; what it makes of other objects takes longer than many a draft.
+        """
+        return pickle.dumps(self.exchange(pickle.loads(packed)))  # noqa: S301 - an engine's, by Ray
 
     def adopt(self, version: int, stored: "StoredWeights | None" = None) -> None:
         """Begin to load other weights, those configured if there are none; `load` tells when.

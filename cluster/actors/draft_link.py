@@ -6,8 +6,10 @@ in use ──out of the lease──> leaving: told that its sequences ended ─�
 
 import asyncio
 import logging
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
+from typing import TypeGuard
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -130,19 +132,28 @@ class DraftLink:
     async def _answer(self, message: ExchangeInput) -> ExchangeOutput | DrafterUnavailable:
         """What the worker says, if it makes sense."""
         try:
-            answer = await self._handle.exchange.remote(message)
+            packed = await self._handle.exchange_packed.remote(pickle.dumps(message))
         except RayError as error:
             logger.warning("draft worker %s is gone: %s", self.worker_id, type(error).__name__)
             self.died = True
             return DrafterUnavailable("died")
+        answer = _unpacked(packed)
         if not _is_sound(answer):
             logger.warning("draft worker %s answered %.200r", self.worker_id, answer)
             self.patience.failed(step=self._step)
             return DrafterUnavailable("garbled")
-        return answer  # type: ignore[no-any-return]
+        return answer
 
 
-def _is_sound(answer: object) -> bool:
+def _unpacked(packed: bytes) -> object:
+    """What a worker packed; None where that is nothing that can be unpacked."""
+    try:
+        return pickle.loads(packed)  # noqa: S301 - a worker's, by Ray
+    except Exception:  # noqa: BLE001 - any can come of any bytes
+        return None
+
+
+def _is_sound(answer: object) -> TypeGuard[ExchangeOutput]:
     """Whether this is an answer at all; what is drafted in it is for the engine to judge."""
     return (
         isinstance(answer, ExchangeOutput)

@@ -17,6 +17,7 @@ from cluster.actors.remote_drafter import RemoteDrafter
 from cluster.config import DrafthouseConfig, draft_models
 from cluster.engine.engine import Engine
 from cluster.errors import TargetUnavailable
+from cluster.garbage import freeze_loaded
 from cluster.logs import setup_logging
 from cluster.messages import DraftLoad, EngineLoad, ModelInfo, OutputBatch, Rule
 from cluster.metrics import Family, collect
@@ -179,6 +180,7 @@ class EngineActor(EngineHost):
             )
         )
         self._info = local.info
+        freeze_loaded()
         super().__init__(local.engine, engine_id=engine_id)
 
     async def info(self) -> ModelInfo:

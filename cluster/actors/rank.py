@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from cluster.config import DrafthouseConfig
+from cluster.garbage import freeze_loaded
 from cluster.logs import setup_logging
 from cluster.messages import StepOutput
 
@@ -36,7 +37,9 @@ class RankActor:
 
     def join(self, meeting: "Meeting") -> "RankInfo":
         """Meet the others and load; as `Rank.join`."""
-        return self._rank.join(meeting)
+        info = self._rank.join(meeting)
+        freeze_loaded()
+        return info
 
     def step(self, packed: bytes) -> StepOutput | None:
         """Take part in a step; as `Rank.step`."""

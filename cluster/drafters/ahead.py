@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PAUSE_SECONDS = 0.001  # after an answer: whoever sends it needs the interpreter
+
 
 class Exchanges(Protocol):
     """What drafts: a DraftModel. Used by one thread."""
@@ -67,6 +69,7 @@ class DraftThread:
         self._has_more = False  # to advance
         self._failure: Exception | None = None
         self._closed = False
+        self._just_answered = False
         self.busy_seconds = 0.0  # since it began
         self._thread = Thread(target=self._run, name="drafter", daemon=True)
         self._thread.start()
@@ -123,6 +126,9 @@ class DraftThread:
         """What to do now, waited for; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._work or self._has_more or self._closed)
+            if self._just_answered:
+                self._changed.wait_for(lambda: self._work or self._closed, timeout=PAUSE_SECONDS)
+            self._just_answered = bool(self._work)
             if self._work:
                 return self._work.popleft()
             return None if self._closed else self._advance

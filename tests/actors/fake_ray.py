@@ -2,9 +2,12 @@
 
 import asyncio
 import inspect
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from ray.exceptions import ActorDiedError, RayTaskError
+
+from cluster.messages import ExchangeInput, ExchangeOutput
 
 
 class FakeHandle:
@@ -20,6 +23,18 @@ class FakeHandle:
     def kill(self) -> None:
         """The process is gone."""
         self.dead.set()
+
+
+class FakeDraftWorker:
+    """What engines call, by what subclasses do."""
+
+    async def exchange(self, message: ExchangeInput) -> ExchangeOutput:
+        """Drafts."""
+        raise NotImplementedError
+
+    async def exchange_packed(self, packed: bytes) -> bytes:
+        """As a draft worker's."""
+        return pickle.dumps(await self.exchange(pickle.loads(packed)))  # noqa: S301 - the test's
 
 
 class FakeMethod:

@@ -19,7 +19,7 @@ from cluster.engine.proposer import Proposer
 from cluster.interfaces import DraftQuery
 from cluster.messages import Draft, ExchangeInput, ExchangeOutput, Resync, SamplingSpec
 from cluster.metrics import EngineMetrics
-from tests.actors.fake_ray import FakeHandle
+from tests.actors.fake_ray import FakeDraftWorker, FakeHandle
 from tests.goodput import BUCKET, LEAST, WORST_SECONDS, longest_below, rates
 from tests.harness import series
 from tests.virtual_time import run_virtually
@@ -50,7 +50,7 @@ def misbehaving() -> bool:
     return BEGIN <= now() < END
 
 
-class Honest:
+class Honest(FakeDraftWorker):
     """Right with 0.8 a token, in 5 ms. Subclasses misbehave for a while."""
 
     def __init__(self) -> None:

@@ -18,13 +18,13 @@ from cluster.messages import (
     Rule,
     SamplingSpec,
 )
-from tests.actors.fake_ray import FakeHandle
+from tests.actors.fake_ray import FakeDraftWorker, FakeHandle
 from tests.virtual_time import run_virtually
 
 HALVES = (0.5, 0.5)
 
 
-class Counting:
+class Counting(FakeDraftWorker):
     """A draft worker that holds contexts as the protocol wants, and counts on from the last token.
 
     It answers when `gate` is open, with distributions where the rule asks for them.

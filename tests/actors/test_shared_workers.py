@@ -11,7 +11,7 @@ from cluster.drafters.contexts import DraftContexts
 from cluster.errors import DrafterUnavailable
 from cluster.interfaces import DraftQuery
 from cluster.messages import Draft, ExchangeInput, ExchangeOutput, Resync, SamplingSpec
-from tests.actors.fake_ray import FakeHandle
+from tests.actors.fake_ray import FakeDraftWorker, FakeHandle
 from tests.virtual_time import run_virtually
 
 NAMES = ("a", "b", "c")
@@ -19,7 +19,7 @@ ENGINES = ("x", "y")
 GREEDY = SamplingSpec(seed=0)
 
 
-class Worker:
+class Worker(FakeDraftWorker):
     """The real bookkeeping of a draft worker; its draft is the length of the context."""
 
     def __init__(self) -> None:

@@ -34,9 +34,10 @@ async def test_its_drafts_are_verified_and_only_the_targets_tokens_come(
             policy = FixedPolicy(setting.num_speculative_tokens)
             size = setting.num_sequences
             async with (
-                WAYS[Way.WORKER](setting) as drafter,
-                timed_engine(setting.target, drafter, policy, max_num_seqs=size) as engine,
+                WAYS[Way.WORKER](setting) as drafting,
+                timed_engine(setting.target, drafting.drafter, policy, max_num_seqs=size) as engine,
             ):
+                assert drafting.round_trip > 0
                 answers = await asyncio.gather(*(answer(engine, number) for number in range(size)))
             assert sum(delta.num_accepted for deltas in answers for delta in deltas) > 0
             await asyncio.to_thread(until, lambda: not processes("ray::LoneDraftWorker"))

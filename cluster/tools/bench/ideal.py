@@ -58,17 +58,27 @@ class Setting:
     @property
     def synchronous_rate(self) -> float:
         """Tokens per second when the target waits for every draft."""
+        return self._rate(self.synchronous_seconds)
+
+    @property
+    def synchronous_seconds(self) -> float:
+        """Of a step of that."""
         drafting = self.num_speculative_tokens * self.draft_seconds
-        return self._rate(self.round_trip + drafting + self.target_seconds)
+        return self.round_trip + drafting + self.target_seconds
 
     @property
     def overlapped_rate(self) -> float:
         """Tokens per second when the drafter goes on while the target verifies."""
+        return self._rate(self.overlapped_seconds)
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """Of a step of that, on average."""
         k = self.num_speculative_tokens
         foreseen = self.acceptance ** ((k + 1) * self.num_sequences)
         beyond = max((k + 1) * self.draft_seconds - self.target_seconds, 0.0)
         waiting = (1 - foreseen) * k * self.draft_seconds + foreseen * beyond
-        return self._rate(self.round_trip + self.target_seconds + waiting)
+        return self.round_trip + self.target_seconds + waiting
 
     def _rate(self, step_seconds: float) -> float:
         return self.num_sequences * self.tokens_a_step / step_seconds

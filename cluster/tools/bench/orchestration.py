@@ -21,7 +21,7 @@ from cluster.interfaces import Drafter
 from cluster.tools.bench.ideal import Roofline, Setting
 from cluster.tools.bench.page import Lines, Section, Sheet
 from cluster.tools.bench.progress import Report
-from cluster.tools.bench.steady import MAX_MODEL_LEN, steady_rate, timed_engine
+from cluster.tools.bench.steady import MAX_MODEL_LEN, Steady, steady_rate, timed_engine
 from cluster.tools.bench.timed import (
     VOCAB_SIZE,
     Constant,
@@ -45,6 +45,14 @@ class Way(StrEnum):
     WORKER = "worker"  # ahead, in a process of its own
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A drafter, and what a call of it takes that does nothing."""
+
+    drafter: Drafter
+    round_trip: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestrationPlan:
     """Which step times, ways and settings are measured, and for how long each."""
@@ -56,28 +64,36 @@ class OrchestrationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestrationRow:
-    """One way in one setting: what came a second, and what could have come."""
+    """One way in one setting: what came a second and what could have come, by the closed form.
+
+    Steps are compared, and not tokens: how many of them a step brings is the drafts' luck.
+    """
 
     way: Way
     setting: Setting
-    rate: float
+    steady: Steady
 
     @property
     def ideal_rate(self) -> float:
-        """Of the closed form; a message takes no time in it."""
-        if self.way in (Way.AHEAD, Way.WORKER):
-            return self.setting.overlapped_rate
-        return self.setting.synchronous_rate
+        """Tokens per second."""
+        return self.setting.overlapped_rate if self.is_ahead else self.setting.synchronous_rate
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the drafter goes on while the target verifies."""
+        return self.way in (Way.AHEAD, Way.WORKER)
 
     @property
     def efficiency(self) -> float:
-        """Achieved over ideal."""
-        return self.rate / self.ideal_rate
+        """What a step should take over what it took."""
+        setting = self.setting
+        ideal = setting.overlapped_seconds if self.is_ahead else setting.synchronous_seconds
+        return ideal / self.steady.step_seconds
 
     @property
     def ratio_to_waiting(self) -> float:
-        """To the ideal of waiting for every draft."""
-        return self.rate / self.setting.synchronous_rate
+        """What a step takes that waits for every draft, ideally, over what it took."""
+        return self.setting.synchronous_seconds / self.steady.step_seconds
 
     def as_json(self) -> dict[str, object]:
         """Plain data."""
@@ -88,7 +104,9 @@ class OrchestrationRow:
             "num_speculative_tokens": self.setting.num_speculative_tokens,
             "acceptance": self.setting.acceptance,
             "draft_seconds": self.setting.draft_seconds,
-            "tokens_per_second": self.rate,
+            "round_trip_seconds": self.setting.round_trip,
+            "steps_per_second": 1 / self.steady.step_seconds,
+            "tokens_per_second": self.steady.rate,
             "ideal_tokens_per_second": self.ideal_rate,
             "efficiency": self.efficiency,
             "ratio_to_ideal_waiting": self.ratio_to_waiting,
@@ -142,6 +160,7 @@ HEADINGS = (
     "K",
     "acceptance",
     "draft ms a token",
+    "a call ms",
     "drafts",
     "tokens/s",
     "ideal",
@@ -159,8 +178,9 @@ def cells(row: OrchestrationRow) -> tuple[str, ...]:
         str(setting.num_speculative_tokens),
         f"{setting.acceptance:g}",
         f"{setting.draft_seconds * 1000:g}",
+        f"{setting.round_trip * 1000:.1f}",
         row.way.value,
-        f"{row.rate:.1f}",
+        f"{row.steady.rate:.1f}",
         f"{row.ideal_rate:.1f}",
         f"{row.efficiency:.3f}",
         f"{row.ratio_to_waiting:.2f}x",
@@ -203,9 +223,10 @@ async def bench_orchestration(plan: OrchestrationPlan, *, report: Report) -> Orc
     with _ray(plan.ways):
         for count, (way, setting) in enumerate(cases):
             report("timed parts", count, len(cases))
-            async with WAYS[way](setting) as drafter:
-                rate = await _rate(drafter, setting, plan.seconds)
-            rows.append(OrchestrationRow(way=way, setting=setting, rate=rate))
+            async with WAYS[way](setting) as drafting:
+                steady = await _steady(drafting.drafter, setting, plan.seconds)
+            seen = replace(setting, round_trip=drafting.round_trip)
+            rows.append(OrchestrationRow(way=way, setting=seen, steady=steady))
     report("timed parts", len(cases), len(cases))
     return OrchestrationReport(tuple(rows))
 
@@ -219,50 +240,49 @@ def _ray(ways: Sequence[Way]) -> AbstractContextManager[None]:
     return lone_ray()
 
 
-async def _rate(drafter: Drafter, setting: Setting, seconds: float) -> float:
+async def _steady(drafter: Drafter, setting: Setting, seconds: float) -> Steady:
     policy = FixedPolicy(setting.num_speculative_tokens)
     cost, num_sequences = setting.target, setting.num_sequences
     async with timed_engine(cost, drafter, policy, max_num_seqs=num_sequences) as engine:
-        steady = await steady_rate(
+        return await steady_rate(
             engine, num_sequences=num_sequences, warm_up=WARM_UP_SECONDS, seconds=seconds
         )
-    return steady.rate
 
 
 @asynccontextmanager
-async def _off(setting: Setting) -> AsyncIterator[Drafter]:
+async def _off(setting: Setting) -> AsyncIterator[Drafting]:
     del setting
-    yield NoDrafter()
+    yield Drafting(NoDrafter())
 
 
 @asynccontextmanager
-async def _waiting(setting: Setting) -> AsyncIterator[Drafter]:
+async def _waiting(setting: Setting) -> AsyncIterator[Drafting]:
     drafter = TimedDrafter(setting.draft, Constant(setting.acceptance))
     try:
-        yield drafter
+        yield Drafting(drafter)
     finally:
         drafter.close()
 
 
 @asynccontextmanager
-async def _ahead(setting: Setting) -> AsyncIterator[Drafter]:
+async def _ahead(setting: Setting) -> AsyncIterator[Drafting]:
     drafter = ModelDrafter(timed_draft_model(setting), name="timed", run_ahead=True)
     try:
-        yield drafter
+        yield Drafting(drafter)
     finally:
         drafter.close()
 
 
 @asynccontextmanager
-async def _in_worker(setting: Setting) -> AsyncIterator[Drafter]:
+async def _in_worker(setting: Setting) -> AsyncIterator[Drafting]:
     from cluster.actors.alone import lone_draft_worker  # noqa: PLC0415 - as above
 
     make_model = partial(timed_draft_model, setting)
-    async with lone_draft_worker(make_model, context_limit=MAX_MODEL_LEN) as drafter:
-        yield drafter
+    async with lone_draft_worker(make_model, context_limit=MAX_MODEL_LEN) as worker:
+        yield Drafting(worker.drafter, round_trip=worker.call_seconds)
 
 
-WAYS: dict[Way, Callable[[Setting], AbstractAsyncContextManager[Drafter]]] = {
+WAYS: dict[Way, Callable[[Setting], AbstractAsyncContextManager[Drafting]]] = {
     Way.OFF: _off,
     Way.WAITING: _waiting,
     Way.AHEAD: _ahead,

@@ -31,12 +31,18 @@ class Steady:
     """What was delivered between two steps well apart."""
 
     num_tokens: int
+    num_steps: int
     seconds: float
 
     @property
     def rate(self) -> float:
         """Tokens per second of all sequences."""
         return self.num_tokens / self.seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step, on average."""
+        return self.seconds / self.num_steps
 
 
 @asynccontextmanager
@@ -140,6 +146,7 @@ def _between_steps(arrivals: Sequence[Sequence[tuple[float, int]]], begin: float
             for moment, num_tokens in sequence
             if first < moment <= last
         ),
+        len(moments) - 1,
         last - first,
     )
 
