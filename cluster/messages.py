@@ -169,6 +169,9 @@ class Draft:
         )
 
 
+NO_DRAFT = Draft()
+
+
 @dataclass(frozen=True, slots=True)
 class Resync:
     """The draft worker does not hold the base it was told of: send the whole context."""

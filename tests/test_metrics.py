@@ -102,8 +102,7 @@ def test_drafts_are_counted_under_who_made_them() -> None:
     registry = CollectorRegistry()
     metrics = EngineMetrics(registry, model="m", num_positions=4, drafters=("ngram", "small"))
     delta = TokenDelta(request_id="r", token_ids=(1, 2, 3), num_drafted=4, num_accepted=2)
-    metrics.count(delta, drafter="small")
-    metrics.count(replace(delta, num_accepted=0), drafter="liar")
+    metrics.count([("small", delta), ("liar", replace(delta, num_accepted=0))])
     counts = {
         (labels["drafter"], name.removeprefix("drafthouse_spec_decode_num_")): value
         for family in collect(registry)
@@ -126,7 +125,7 @@ def test_kv_usage_is_a_part_of_all_blocks() -> None:
     registry = CollectorRegistry()
     metrics = EngineMetrics(registry, model="m", num_positions=1)
     load = EngineLoad(running=2, waiting=1, free_blocks=6, step_id=9)
-    metrics.observe_load(load, num_blocks=8)
+    metrics.watch_load(lambda: load, num_blocks=8)
     assert series(registry)["drafthouse_kv_usage_ratio"] == pytest.approx(0.25)
     assert series(registry)["drafthouse_sequences{state=waiting}"] == 1
 

@@ -33,7 +33,7 @@ from cluster.control.outlook import Lookout, Outlook
 from cluster.control.policy import Candidate, StepRecord, StepShape
 from cluster.control.prospects import Prospects
 from cluster.control.regime import Reason, Regime
-from cluster.messages import Draft
+from cluster.messages import NO_DRAFT, Draft
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -47,7 +47,6 @@ LOOK_SHARE = 0.002  # of the time: what is spent on asking one that does not pay
 LEAST_PATIENCE_SECONDS = 0.005
 HOPE = 0.5  # standard deviations of what is not known of a draft's chances
 USUAL_WAITS = 3.0  # so many times the usual wait is no reason to give up
-NO_DRAFT = Draft()
 NOBODY = np.zeros(0, dtype=np.int64)
 
 

@@ -7,7 +7,7 @@ from cluster.control.policy import Outcome
 from cluster.engine.plan import Plan, Turn
 from cluster.engine.sequence import Sequence
 from cluster.errors import TargetUnavailable
-from cluster.messages import Draft, SequenceTokens, StepOutput, TokenDelta
+from cluster.messages import NO_DRAFT, Draft, SequenceTokens, StepOutput, TokenDelta
 
 
 def matched(
@@ -18,7 +18,7 @@ def matched(
     if result.step_id != plan.step_id or len(result.sequences) != len(asked):
         raise TargetUnavailable(f"the answer to step {plan.step_id} is of another step")
     for turn, answer in zip(asked, result.sequences, strict=True):
-        draft = drafts.get(turn.sequence.seq_id, Draft())
+        draft = drafts.get(turn.sequence.seq_id, NO_DRAFT)
         if answer.seq_id != turn.sequence.seq_id or not _fits(turn, draft, answer):
             raise TargetUnavailable(
                 f"the answer for sequence {turn.sequence.seq_id} does not follow from its rows"
@@ -31,7 +31,7 @@ def outcomes(
 ) -> tuple[Outcome, ...]:
     """What became of the drafts of the sequences that got tokens."""
     return tuple(
-        Outcome(seq_id=seq_id, draft=drafts.get(seq_id, Draft()), num_accepted=answer.num_accepted)
+        Outcome(seq_id=seq_id, draft=drafts.get(seq_id, NO_DRAFT), num_accepted=answer.num_accepted)
         for seq_id, answer in answers.items()
         if answer.token_ids
     )

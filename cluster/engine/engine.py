@@ -18,7 +18,7 @@ from cluster.engine.trace import StepTracer
 from cluster.engine.validation import validate
 from cluster.errors import DrafthouseError, InvalidRequest, Overloaded, TargetUnavailable
 from cluster.interfaces import Drafter, Target
-from cluster.messages import Draft, EngineLoad, Rule, SequenceTokens, TokenDelta
+from cluster.messages import NO_DRAFT, Draft, EngineLoad, Rule, SequenceTokens, TokenDelta
 from cluster.metrics import EngineMetrics
 from cluster.request import DEADLINE_PASSED, FinishReason, Request
 
@@ -67,6 +67,7 @@ class Engine:
         self._meter = LoadMeter(
             self._scheduler, limits, policy, late_ratio=lambda: self._proposer.late_ratio
         )
+        metrics.watch_load(self._meter.counts, num_blocks=limits.num_blocks)
         self._sequences: dict[str, Sequence] = {}
         self._num_submitted = 0
         self._in_step: frozenset[Sequence] = frozenset()
@@ -107,7 +108,6 @@ class Engine:
         if (reason := sequence.finish_reason()) is not None:
             self._end(sequence, TokenDelta(request_id=request.request_id, finish_reason=reason))
         self._work.set()
-        self._observe_load()
 
     def abort(self, request_id: str) -> None:
         """End a request with FinishReason.ABORT. An id that is not under way is ignored.
@@ -233,10 +233,6 @@ class Engine:
             )
         self._metrics.preempted(plan.num_preempted)
 
-    def _observe_load(self) -> None:
-        """Publish how busy the engine is."""
-        self._metrics.observe_load(self._meter.counts(), num_blocks=self._limits.num_blocks)
-
     async def close(self) -> None:
         """End everything under way with FinishReason.ERROR; `run` returns after its step."""
         if self._ended is None:
@@ -267,16 +263,21 @@ class Engine:
         self._leave_step()
         for limit in plan.draft_limits:
             self._metrics.draft_limited(limit)
+        told: list[tuple[str, TokenDelta]] = []
         for turn in plan.turns:
             sequence = turn.sequence
             if self._sequences.get(sequence.request.request_id) is not sequence:
                 continue  # ended while the step was in flight, or by another's emit
-            draft = drafts.get(sequence.seq_id, Draft())
-            self._commit_turn(turn, draft, answers.get(sequence.seq_id))
-        self._observe_load()
+            draft = drafts.get(sequence.seq_id, NO_DRAFT)
+            delta = self._commit_turn(turn, draft, answers.get(sequence.seq_id))
+            if delta is not None:
+                told.append((draft.drafter, delta))
+        self._metrics.count(told)
 
-    def _commit_turn(self, turn: Turn, draft: Draft, answer: SequenceTokens | None) -> None:
-        """Make one sequence's part of a step true, and emit what it brought."""
+    def _commit_turn(
+        self, turn: Turn, draft: Draft, answer: SequenceTokens | None
+    ) -> TokenDelta | None:
+        """Make one sequence's part of a step true; emits what tokens it brought, and returns it."""
         sequence = turn.sequence
         request_id = sequence.request.request_id
         if answer is not None and answer.error is not None:
@@ -284,24 +285,24 @@ class Engine:
                 request_id=request_id, finish_reason=FinishReason.FAILED, error=answer.error
             )
             self._end(sequence, failed)
-            return
+            return None
         if answer is not None:
             sequence.add_scores(answer.scores)
         sequence.num_computed_tokens += turn.num_rows
         if answer is None or not answer.token_ids:
             self._scheduler.settle(sequence)
-            return
+            return None
         is_first = not sequence.has_begun
         delta = advance(sequence, draft, answer)
         delta = self._tracer.told(turn, draft, delta, is_first=is_first)
         self._scheduler.settle(sequence)
         self._scheduler.shares.charge(sequence.request.tenant, delta.num_drafted)
-        self._metrics.count(delta, drafter=draft.drafter)
         if delta.finish_reason is not None:
             self._meter.observe_answer(sequence.num_answer_tokens)
             self._end(sequence, delta)
         elif not _emitted(sequence, delta):
             self.abort(request_id)
+        return delta
 
     def _end_expired(self) -> None:
         """End those whose deadline has passed: they do not run any more, or never do."""
@@ -321,7 +322,6 @@ class Engine:
             self._leaving.append(sequence)
         else:
             self._release(sequence)
-        self._observe_load()
         _emitted(sequence, delta)
 
     def _leave_step(self) -> None:

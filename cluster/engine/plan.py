@@ -7,7 +7,7 @@ from cluster.control.policy import StepShape
 from cluster.engine.limits import EngineLimits
 from cluster.engine.sequence import Sequence
 from cluster.interfaces import DraftQuery, TargetMemory
-from cluster.messages import BlockCopy, Draft, Rule, SequenceRows, StepInput
+from cluster.messages import NO_DRAFT, BlockCopy, Draft, Rule, SequenceRows, StepInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Plan:
         """The step as the target takes it; a sequence missing in `drafts` brings none."""
         return StepInput(
             self.step_id,
-            tuple(turn.rows(drafts.get(turn.sequence.seq_id, Draft())) for turn in self.turns),
+            tuple(turn.rows(drafts.get(turn.sequence.seq_id, NO_DRAFT)) for turn in self.turns),
             copies=self.copies,
             rule=rule,
         )

@@ -1,7 +1,7 @@
 """What one engine counts."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -123,12 +123,16 @@ class EngineMetrics:
         finally:
             self._step_seconds[phase].observe(time.perf_counter() - start)
 
-    def count(self, delta: TokenDelta, *, drafter: str = "") -> None:
-        """Count what a step brought to one request, its draft under the name it came with."""
-        self._generated.inc(len(delta.token_ids))
-        if delta.num_drafted:
-            name = drafter if drafter in self._drafts else self._first_drafter
-            self._drafts[name].count(num_drafted=delta.num_drafted, num_accepted=delta.num_accepted)
+    def count(self, told: Sequence[tuple[str, TokenDelta]]) -> None:
+        """Count what a step brought to requests, each draft under the name it came with."""
+        self._generated.inc(sum(len(delta.token_ids) for _, delta in told))
+        verified: dict[str, list[TokenDelta]] = {}
+        for drafter, delta in told:
+            if delta.num_drafted:
+                name = drafter if drafter in self._drafts else self._first_drafter
+                verified.setdefault(name, []).append(delta)
+        for name, deltas in verified.items():
+            self._drafts[name].count(deltas)
 
     def drafts_late(self, count: int) -> None:
         """Count sequences that went on without the draft they were to have."""
@@ -142,14 +146,17 @@ class EngineMetrics:
         """Count a draft cut short; `reason` is one of DRAFT_LIMITS."""
         self._limited[reason].inc()
 
-    def observe_load(self, load: EngineLoad, *, num_blocks: int) -> None:
-        """Publish how many sequences run and wait, how full the KV memory is, what steps cost."""
-        self._sequences["running"].set(load.running)
-        self._sequences["waiting"].set(load.waiting)
-        self._places.set(load.max_num_seqs)
-        self._base_seconds.set(load.base_seconds)
-        self._row_seconds.set(load.row_seconds)
-        self._kv_usage.set(1 - load.free_blocks / num_blocks)
+    def watch_load(self, load: Callable[[], EngineLoad], *, num_blocks: int) -> None:
+        """Publish how many sequences run and wait, how full the KV memory is, what steps cost.
+
+        `load` is asked whenever somebody looks.
+        """
+        self._sequences["running"].set_function(lambda: load().running)
+        self._sequences["waiting"].set_function(lambda: load().waiting)
+        self._places.set_function(lambda: load().max_num_seqs)
+        self._base_seconds.set_function(lambda: load().base_seconds)
+        self._row_seconds.set_function(lambda: load().row_seconds)
+        self._kv_usage.set_function(lambda: 1 - load().free_blocks / num_blocks)
 
 
 class _DraftCounts:
@@ -165,14 +172,22 @@ class _DraftCounts:
         self.drafted_at: Sequence[Counter] = ()
         self.accepted_at: Sequence[Counter] = ()
 
-    def count(self, *, num_drafted: int, num_accepted: int) -> None:
-        """Count a verified draft."""
-        self._num_drafts.inc()
-        self._num_draft_tokens.inc(num_drafted)
-        self._num_accepted_tokens.inc(num_accepted)
-        self._num_wasted_tokens.inc(num_drafted - num_accepted)
-        for counter in (*self.drafted_at[:num_drafted], *self.accepted_at[:num_accepted]):
-            counter.inc()
+    def count(self, deltas: Sequence[TokenDelta]) -> None:
+        """Count verified drafts, each by what came of it."""
+        drafted = [delta.num_drafted for delta in deltas]
+        accepted = [delta.num_accepted for delta in deltas]
+        self._num_drafts.inc(len(deltas))
+        self._num_draft_tokens.inc(sum(drafted))
+        self._num_accepted_tokens.inc(sum(accepted))
+        self._num_wasted_tokens.inc(sum(drafted) - sum(accepted))
+        _count_places(self.drafted_at, drafted)
+        _count_places(self.accepted_at, accepted)
+
+
+def _count_places(counters: Sequence[Counter], lengths: Sequence[int]) -> None:
+    """Count, for each place, the lengths that reach it."""
+    for place, counter in enumerate(counters[: max(lengths)]):
+        counter.inc(sum(length > place for length in lengths))
 
 
 def _draft_counts(

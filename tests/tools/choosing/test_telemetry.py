@@ -50,11 +50,11 @@ class Cluster:
             row_seconds=0.001,
         )
         for engine in self.engines:
-            engine.observe_load(load, num_blocks=8)
+            engine.watch_load(lambda: load, num_blocks=8)
             for _ in range(num_steps):
                 for phase, seconds in (("draft", 0.004), ("target", 0.03)):
                     engine._step_seconds[phase].observe(seconds)
-                engine.count(delta, drafter=POOL)
+                engine.count([(POOL, delta)])
                 self.exchange.observe(0.003)
 
     def answer(self, num_tokens: int, num_prompt_tokens: int) -> None:
