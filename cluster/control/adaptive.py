@@ -104,9 +104,17 @@ class AdaptivePolicy:
         )
         self._blocked = Reason.ACCEPTANCE
         self._price = 0.0
+        self._goodput = 0.0
         self._patience = LEAST_PATIENCE_SECONDS
         self._step = 0
         self._log = DecisionLog()
+        self._metrics.watch(
+            price=lambda: self._price,
+            goodput=lambda: self._goodput,
+            drift=lambda: cost.drift,
+            draft_seconds=lambda: self._draft_cost.fixed,
+            calibration_error=lambda: self._acceptance.calibration_error,
+        )
 
     @property
     def price(self) -> float:
@@ -220,11 +228,6 @@ class AdaptivePolicy:
         if asked is not None and not asked.late:
             self._learn_drafts(asked, record)
         self._acceptance.learn(record.outcomes)
-        self._metrics.learned(
-            drift=self._cost.drift,
-            draft_seconds=self._draft_cost.fixed,
-            calibration_error=self._acceptance.calibration_error,
-        )
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Sequences ended."""
@@ -301,12 +304,8 @@ class AdaptivePolicy:
             weights, worth = outlook.weights, outlook.worth
         num_asked = int(counts.sum())
         usual = self._draft_cost.seconds(len(seq_ids), num_asked)
-        self._metrics.chosen(
-            num_asked=num_asked,
-            num_probes=int(probed.sum()),
-            price=outlook.price,
-            goodput=outlook.goodput,
-        )
+        self._goodput = outlook.goodput
+        self._metrics.chosen(num_asked=num_asked, num_probes=int(probed.sum()))
         asked = _Asked(
             seq_ids=seq_ids,
             rows=rows,

@@ -1,5 +1,7 @@
 """What the policy counts, all of it at zero before the first step."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter
 
 from cluster.control.regime import Reason
@@ -59,24 +61,32 @@ class PolicyMetrics:
             for reason in Reason
         }
 
-    def chosen(self, *, num_asked: int, num_probes: int, price: float, goodput: float) -> None:
+    def watch(
+        self,
+        *,
+        price: Callable[[], float],
+        goodput: Callable[[], float],
+        drift: Callable[[], float],
+        draft_seconds: Callable[[], float],
+        calibration_error: Callable[[], float],
+    ) -> None:
+        """Publish what these say whenever somebody looks."""
+        self._price.set_function(price)
+        self._goodput.set_function(goodput)
+        self._drift.set_function(drift)
+        self._draft_seconds.set_function(draft_seconds)
+        self._calibration_error.set_function(calibration_error)
+
+    def chosen(self, *, num_asked: int, num_probes: int) -> None:
         """Count what was asked for."""
         self._asked.inc(num_asked)
         if num_probes:
             self._probes.inc(num_probes)
-        self._price.set(price)
-        self._goodput.set(goodput)
 
     def admitted(self, *, num_offered: int, num_admitted: int) -> None:
         """Count what came of it."""
         self._offered.inc(num_offered)
         self._admitted.inc(num_admitted)
-
-    def learned(self, *, drift: float, draft_seconds: float, calibration_error: float) -> None:
-        """Publish what is known now."""
-        self._drift.set(drift)
-        self._draft_seconds.set(draft_seconds)
-        self._calibration_error.set(calibration_error)
 
     def regime(self, state: str) -> None:
         """Publish what holds: one of STATES."""
