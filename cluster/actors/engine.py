@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.actors.membership import Member
 from cluster.actors.outbox import HEARTBEAT_SECONDS, Outbox
+from cluster.actors.packing import pack_outputs
 from cluster.actors.remote_drafter import RemoteDrafter
 from cluster.config import DrafthouseConfig, draft_models
 from cluster.engine.engine import Engine
@@ -90,10 +91,11 @@ class EngineHost:
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.sleep(POLL_SECONDS)  # what was taken is on its way
 
-    async def outputs(self, stream: str) -> AsyncIterator[OutputBatch]:
+    async def outputs(self, stream: str) -> AsyncIterator[bytes]:
         """All tokens of a stream's requests, an item a step, and a heartbeat when there are none.
 
-        Ends after an hour; what is not delivered by then goes to the next stream of that name.
+        Items are packed: see `packing`. Ends after an hour; what is not delivered by then goes to
+        the next stream of that name.
         """
         outbox = self._outbox(stream)
         end = time.monotonic() + STREAM_SECONDS
@@ -103,7 +105,7 @@ class EngineHost:
             load, prefixes = self._engine.load(), self._engine.prefixes()
             if prefixes is not told:
                 load, told = replace(load, prefixes=prefixes), prefixes
-            yield OutputBatch(self._engine_id, deltas, load)
+            yield pack_outputs(OutputBatch(self._engine_id, deltas, load))
 
     async def probe(self, *, timeout_seconds: float) -> None:
         """Return when the engine is seen to make progress.

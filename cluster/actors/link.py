@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from cluster.actors.calls import ask_target
 from cluster.actors.outbox import HEARTBEAT_SECONDS
+from cluster.actors.packing import unpack_outputs
 from cluster.control.routing import Sent, Standing
 from cluster.errors import TargetUnavailable
 from cluster.messages import EngineLoad, ModelInfo, OutputBatch, TokenDelta
@@ -200,7 +201,7 @@ class EngineLink:
         ).remote(self._stream)
         try:
             async for item in items:
-                self._take(await item)
+                self._take(unpack_outputs(await item))
         except asyncio.CancelledError:
             ray.cancel(items)
             raise
