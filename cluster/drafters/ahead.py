@@ -82,6 +82,7 @@ class DraftThread:
             if failure is not None:
                 raise failure
             self._has_more = self._run_ahead
+            self._just_answered = True
             return self._model.exchange(message)
 
         return self.submit(answer)
@@ -127,8 +128,8 @@ class DraftThread:
         with self._changed:
             self._changed.wait_for(lambda: self._work or self._has_more or self._closed)
             if self._just_answered:
+                self._just_answered = False
                 self._changed.wait_for(lambda: self._work or self._closed, timeout=PAUSE_SECONDS)
-            self._just_answered = bool(self._work)
             if self._work:
                 return self._work.popleft()
             return None if self._closed else self._advance

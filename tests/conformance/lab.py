@@ -27,7 +27,7 @@ from cluster.models.decoder import Decoder
 from cluster.request import Request
 from cluster.text.tokenizer import load_vocabulary
 from cluster.worker import TargetWorker, ThreadTarget
-from tests.actors.fake_ray import FakeHandle
+from tests.actors.fake_ray import FakeDraftWorker, FakeHandle
 from tests.conformance.answers import PlainAnswers, answered
 from tests.harness import Recorder, make_engine
 
@@ -70,7 +70,7 @@ class Failing:
 
 
 @dataclass(frozen=True)
-class DraftProcess:
+class DraftProcess(FakeDraftWorker):
     """A draft worker as far as an engine calls it: drafts ahead in a thread of its own."""
 
     thread: DraftThread
