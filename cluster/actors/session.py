@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import random
 import re
 import socket
 import time
@@ -24,6 +25,7 @@ from cluster.errors import ConfigurationError, Unavailable
 APP_NAME = "drafthouse"
 IMPORT_PATH = "deployments.app:build_app"  # a name, as Serve itself takes it: deployments are above
 OBJECT_STORE_BYTES = 256 * 2**20  # everything on the data path rides inline
+UNGIVEN_PORTS = range(20_000, 32_768)  # above Ray's, below those that a system gives to anyone
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 10.0
 KNOCK_SECONDS = 5.0
@@ -109,9 +111,18 @@ def await_ready(gateway: DeploymentHandle, *, progress: Callable[[str], None]) -
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Different ports that nobody listens on."""
+    """Different ports that nobody listens on, nor is given: they are still free a minute later.
+
+    Raises OSError when there are none.
+    """
+    found: list[int] = []
     with ExitStack() as probes:
-        return [probes.enter_context(_listening(host, 0)) for _ in range(count)]
+        for port in random.sample(UNGIVEN_PORTS, len(UNGIVEN_PORTS)):
+            if len(found) == count:
+                return found
+            with suppress(OSError):
+                found.append(probes.enter_context(_listening(host, port)))
+    raise OSError(f"no port from {UNGIVEN_PORTS[0]} to {UNGIVEN_PORTS[-1]} is free on {host}")
 
 
 def check_free(host: str, port: int, *, field: str) -> None:
