@@ -148,12 +148,12 @@ def _serve(config: DrafthouseConfig, address: str | None, status: Status, end: _
 
 def _with_ports(config: DrafthouseConfig) -> DrafthouseConfig:
     """Ports that are free now; where any would do, one that a restarted gateway comes back on."""
-    from cluster.actors import session
+    from cluster.actors.ports import check_free, free_ports
 
     gateway = config.gateway
-    session.check_free(gateway.host, gateway.grpc_port, field="gateway.grpc_port")
-    session.check_free(gateway.host, gateway.http_port, field="gateway.http_port")
-    grpc_port, http_port = session.free_ports(gateway.host, 2)
+    check_free(gateway.host, gateway.grpc_port, field="gateway.grpc_port")
+    check_free(gateway.host, gateway.http_port, field="gateway.http_port")
+    grpc_port, http_port = free_ports(gateway.host, 2)
     ports = {
         "grpc_port": gateway.grpc_port or grpc_port,
         "http_port": gateway.http_port or http_port,

@@ -2,12 +2,11 @@
 
 import importlib
 import logging
-import random
 import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import ray
@@ -25,7 +24,6 @@ from cluster.errors import ConfigurationError, Unavailable
 APP_NAME = "drafthouse"
 IMPORT_PATH = "deployments.app:build_app"  # a name, as Serve itself takes it: deployments are above
 OBJECT_STORE_BYTES = 256 * 2**20  # everything on the data path rides inline
-UNGIVEN_PORTS = range(20_000, 32_768)  # above Ray's, below those that a system gives to anyone
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 10.0
 KNOCK_SECONDS = 5.0
@@ -110,42 +108,11 @@ def await_ready(gateway: DeploymentHandle, *, progress: Callable[[str], None]) -
     return cast("int", _answer(gateway.grpc_port.remote()))
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Different ports that nobody listens on, nor is given: they are still free a minute later.
-
-    Raises OSError when there are none.
-    """
-    found: list[int] = []
-    with ExitStack() as probes:
-        for port in random.sample(UNGIVEN_PORTS, len(UNGIVEN_PORTS)):
-            if len(found) == count:
-                return found
-            with suppress(OSError):
-                found.append(probes.enter_context(_listening(host, port)))
-    raise OSError(f"no port from {UNGIVEN_PORTS[0]} to {UNGIVEN_PORTS[-1]} is free on {host}")
-
-
-def check_free(host: str, port: int, *, field: str) -> None:
-    """Raises ConfigurationError when somebody listens on the port."""
-    try:
-        with _listening(host, port):
-            pass
-    except OSError as error:
-        raise ConfigurationError(f"{field}: {host}:{port} is taken ({error.strerror})") from error
-
-
 def _knock(address: str) -> None:
     """Raises OSError where nobody listens, which Ray itself would find out in minutes."""
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
-
-
-@contextmanager
-def _listening(host: str, port: int) -> Iterator[int]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as probe:
-        yield probe.getsockname()[1]
 
 
 def hush() -> None:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.actors import session
+from cluster.actors.ports import free_ports
 from cluster.config import DrafthouseConfig, parse_config
 from cluster.local import build_engine
 from cluster.request import Request, SamplingParams, StoppingParams
@@ -76,7 +77,7 @@ class Answer:
 
 def make_config(folder: object, **sections: object) -> DrafthouseConfig:
     """A configuration for a tiny target, on any free ports."""
-    grpc_port, http_port = session.free_ports("127.0.0.1", 2)
+    grpc_port, http_port = free_ports("127.0.0.1", 2)
     return parse_config(
         {
             "name": "tiny model",  # with a space, on purpose

@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.serve.context import _disconnect as forget_serve
 
 from cluster.actors import session
+from cluster.actors.ports import free_ports
 from cluster.actors.starting import started
 from cluster.tools.keys import KeyOptions, create_key
 from tests.k8s.demand import demands, fitting, groups
@@ -54,7 +55,7 @@ class Machine:
     """A head without work and with a dashboard, as KubeRay's is; pods come and go beside it."""
 
     def __init__(self) -> None:
-        self.http_port, self._dashboard_port = session.free_ports(HOST, 2)
+        self.http_port, self._dashboard_port = free_ports(HOST, 2)
         self._cluster = started(
             lambda: Cluster(
                 initialize_head=True,

@@ -21,7 +21,8 @@ import yaml
 
 from cluster.actors import starting
 from cluster.actors.machine import Machine
-from cluster.actors.session import free_ports, join
+from cluster.actors.ports import free_ports
+from cluster.actors.session import join
 from cluster.config.keys import id_of
 from cluster.errors import Unavailable
 from cluster.tools.connection import Access, connected

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from cluster.actors.session import free_ports
+from cluster.actors.ports import free_ports
 from tests.monitoring.rules import groups, program
 
 START_SECONDS = 300.0

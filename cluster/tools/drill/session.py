@@ -9,8 +9,8 @@ from pathlib import Path
 
 import transformers
 
-from cluster.actors import session
 from cluster.actors.machine import serving_machine
+from cluster.actors.ports import free_ports
 from cluster.config import DrafthouseConfig
 from cluster.tools.bench.progress import Report, silent
 from cluster.tools.checkpoints import make_checkpoint
@@ -46,7 +46,7 @@ def tiny_model() -> Iterator[Path]:
 @asynccontextmanager
 async def fleet_of(config: DrafthouseConfig, sizes: Sizes) -> AsyncIterator[LocalFleet]:
     """A whole cluster for the configuration, on nodes of this machine."""
-    [http_port] = session.free_ports(HOST, 1)
+    [http_port] = free_ports(HOST, 1)
     placed = spread(
         config,
         num_targets=sizes.num_targets,
