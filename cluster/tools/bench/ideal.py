@@ -58,7 +58,7 @@ class Setting:
     @property
     def synchronous_rate(self) -> float:
         """Tokens per second when the target waits for every draft."""
-        return self._rate(self.synchronous_seconds)
+        return self.rate(self.synchronous_seconds)
 
     @property
     def synchronous_seconds(self) -> float:
@@ -69,7 +69,7 @@ class Setting:
     @property
     def overlapped_rate(self) -> float:
         """Tokens per second when the drafter goes on while the target verifies."""
-        return self._rate(self.overlapped_seconds)
+        return self.rate(self.overlapped_seconds)
 
     @property
     def overlapped_seconds(self) -> float:
@@ -80,5 +80,6 @@ class Setting:
         waiting = (1 - foreseen) * k * self.draft_seconds + foreseen * beyond
         return self.round_trip + self.target_seconds + waiting
 
-    def _rate(self, step_seconds: float) -> float:
+    def rate(self, step_seconds: float) -> float:
+        """Tokens per second of steps that take so long."""
         return self.num_sequences * self.tokens_a_step / step_seconds

@@ -76,19 +76,19 @@ class OrchestrationRow:
     @property
     def ideal_rate(self) -> float:
         """Tokens per second."""
-        return self.setting.overlapped_rate if self.is_ahead else self.setting.synchronous_rate
+        return self.setting.rate(self.ideal_seconds)
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether the drafter goes on while the target verifies."""
-        return self.way in (Way.AHEAD, Way.WORKER)
+    def ideal_seconds(self) -> float:
+        """What a step should take."""
+        if self.way in (Way.AHEAD, Way.WORKER):
+            return self.setting.overlapped_seconds
+        return self.setting.synchronous_seconds
 
     @property
     def efficiency(self) -> float:
         """What a step should take over what it took."""
-        setting = self.setting
-        ideal = setting.overlapped_seconds if self.is_ahead else setting.synchronous_seconds
-        return ideal / self.steady.step_seconds
+        return self.ideal_seconds / self.steady.step_seconds
 
     @property
     def ratio_to_waiting(self) -> float:
