@@ -18,6 +18,7 @@ from cluster.cli_drill import drill, soak
 from cluster.cli_keys import keys
 from cluster.cli_serve import serve
 from cluster.cli_simulate import simulate
+from cluster.cli_train import train_draft
 from cluster.cli_tune import tune
 from cluster.config import (
     BUILTIN_MODEL,
@@ -49,6 +50,7 @@ app.command()(rollout)
 app.command()(drill)
 app.command()(soak)
 app.command("swap-draft")(swap_draft)
+app.command("train-draft")(train_draft)
 bench.command()(control)
 app.add_typer(bench, name="bench")
 app.add_typer(tune, name="tune")

@@ -7,6 +7,7 @@ that the chain reached and the target verified are labels, so that nothing is ce
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from struct import pack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,23 +95,36 @@ class AcceptanceModel:
         `hope` adds so many standard deviations of what is not known yet to the logit of each first
         position: decided by such survivals, what might be good is tried until it is known.
         """
-        told = _Told(drafts, self._place)
-        return self._survivals(told, self._sequences.rows(seq_ids), hope=hope)
+        return self.survival_of(seq_ids, self.told(drafts), hope=hope)
+
+    def told(self, drafts: Sequence[Draft]) -> "Told":
+        """What is known of these drafts, side by side."""
+        return Told(drafts, self._place)
+
+    def survival_of(self, seq_ids: Sequence[int], told: "Told", *, hope: float = 0.0) -> FloatArray:
+        """As `survival_table`."""
+        rows = self._sequences.rows(seq_ids)
+        biases, known = (self._sequences[name][rows] for name in ("bias", "information"))
+        prior = self._bias_precision
+        survivals = np.empty((len(rows), told.longest))
+        survive(*told.flat, biases, *self._weights, known, prior, self._spreads, hope, survivals)
+        return survivals
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from verified drafts; empty ones say nothing."""
         outcomes = [outcome for outcome in outcomes if outcome.draft.token_ids]
         if not outcomes:
             return
-        told = _Told([outcome.draft for outcome in outcomes], self._place)
-        rows = self._sequences.rows([outcome.seq_id for outcome in outcomes])
+        told = self.told([outcome.draft for outcome in outcomes])
+        seq_ids = [outcome.seq_id for outcome in outcomes]
+        rows = self._sequences.rows(seq_ids)
         num_accepted = np.array([outcome.num_accepted for outcome in outcomes])
         offered = np.arange(told.longest) < told.lengths[:, None]
         drafts, places = offered.nonzero()
         accepted = places < num_accepted[drafts]
         reached = places <= num_accepted[drafts]
         chances = self._chances(told, rows)
-        survivals = self._survivals(told, rows)
+        survivals = self.survival_of(seq_ids, told)
         self._calibration.observe(survivals[offered], accepted.astype(np.float64))
         for own in set(told.own.tolist()):
             labels = reached & (told.own[drafts] == own)
@@ -168,19 +182,11 @@ class AcceptanceModel:
         information[rows] = known
         bias[rows] += np.clip(surprise / (known + precision), -MAX_MOVE, MAX_MOVE)
 
-    def _chances(self, told: "_Told", rows: IntArray) -> FloatArray:
+    def _chances(self, told: "Told", rows: IntArray) -> FloatArray:
         """Of all positions, flat, that they are accepted once all before them were."""
         chances = np.empty_like(told.margins)
         conditional(*told.flat, self._sequences["bias"][rows], *self._weights, chances)
         return chances
-
-    def _survivals(self, told: "_Told", rows: IntArray, *, hope: float = 0.0) -> FloatArray:
-        """As `survival_table`."""
-        biases, known = (self._sequences[name][rows] for name in ("bias", "information"))
-        prior = self._bias_precision
-        survivals = np.empty((len(rows), told.longest))
-        survive(*told.flat, biases, *self._weights, known, prior, self._spreads, hope, survivals)
-        return survivals
 
     def _place(self, drafter: str) -> int:
         """Which regression is that drafter's."""
@@ -250,7 +256,7 @@ class _Regression:
         self.lead = float(self._weights[2])
 
 
-class _Told:
+class Told:
     """What drafters told of some drafts; of one that says nothing the margins count as zeros.
 
     `flat` is the margins of all positions, draft after draft, the drafts' lengths, and which
@@ -266,8 +272,8 @@ class _Told:
                 for each, length in zip(told, lengths, strict=True)
             ]
         self.longest = max(lengths, default=0)
-        margins = np.fromiter(chain.from_iterable(told), np.float64, sum(lengths))
-        self.margins = np.maximum(margins, 0.0, out=margins)
+        packed = pack(f"{sum(lengths)}d", *chain.from_iterable(told))  # half of fromiter's time
+        self.margins = np.maximum(np.frombuffer(packed), 0.0)
         self.lengths = np.fromiter(lengths, np.int64, len(lengths))
         names = [draft.drafter for draft in drafts]
         places = {name: regression(name) for name in dict.fromkeys(names)}

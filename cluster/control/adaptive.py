@@ -165,7 +165,7 @@ class AdaptivePolicy:
         self._settle_regime(outlook)
         if outlook.all_pay and self._regime.drafting:
             self._prospects.asked(rows, num_tokens)
-            return self._ask(outlook, seq_ids, rows, outlook.wanted, np.zeros_like(outlook.pays))
+            return self._ask(outlook, seq_ids, rows, outlook.wanted, ~outlook.pays)
         asked = outlook.pays & self._regime.drafting
         counts = np.where(asked, outlook.wanted, 0)
         self._prospects.asked(rows[asked], num_tokens[asked])
@@ -181,21 +181,22 @@ class AdaptivePolicy:
             self._nothing_came(asked)
             return {}
         came = [drafts.get(seq_id, NO_DRAFT) for seq_id in asked.seq_ids]
-        survivals = self._acceptance.survival_table(asked.seq_ids, came, hope=HOPE)
+        told = self._acceptance.told(came)
+        survivals = self._acceptance.survival_of(asked.seq_ids, told, hope=HOPE)
         values = survivals * asked.weights[:, None]
         if self.price_floor:
             values[values < self.price_floor] = 0.0
         costs = self._cost.rising(shape, values.size)
         counts = admitted(values, costs, goodput=asked.goodput)
-        lengths = np.array([len(draft.token_ids) for draft in came])
-        whole = self._whole(asked, values, counts, lengths, costs)
-        counts[whole] = lengths[whole]
+        whole = self._whole(asked, values, counts, told.lengths, costs)
+        if len(whole):
+            counts[whole] = told.lengths[whole]
         asked.survivals = survivals
-        num_offered, num_admitted = int(lengths.sum()), int(counts.sum())
-        self._metrics.admitted(num_offered=num_offered, num_admitted=num_admitted)
+        admitted_counts = counts.tolist()
+        self._metrics.admitted(num_offered=len(told.margins), num_admitted=sum(admitted_counts))
         explored = tuple(asked.seq_ids[at] for at in whole.tolist())
         self._decided("drafting", asked, survivals, counts, explored)
-        return dict(zip(asked.seq_ids, counts.tolist(), strict=True))
+        return dict(zip(asked.seq_ids, admitted_counts, strict=True))
 
     def _whole(
         self,
@@ -295,17 +296,17 @@ class AdaptivePolicy:
         probed: BoolArray,
     ) -> Mapping[int, int]:
         """Note what is asked, and ask it."""
+        weights, worth = outlook.weights, outlook.worth
         if not counts.all():
             where = counts.nonzero()[0]
             seq_ids = [seq_ids[at] for at in where.tolist()]
             rows, counts, probed = rows[where], counts[where], probed[where]
-            weights, worth = outlook.weights[where], outlook.worth[where]
-        else:
-            weights, worth = outlook.weights, outlook.worth
-        num_asked = int(counts.sum())
+            weights, worth = weights[where], worth[where]
+        numbers = counts.tolist()
+        num_asked = sum(numbers)
         usual = self._draft_cost.seconds(len(seq_ids), num_asked)
         self._goodput = outlook.goodput
-        self._metrics.chosen(num_asked=num_asked, num_probes=int(probed.sum()))
+        self._metrics.chosen(num_asked=num_asked, num_probes=int(np.count_nonzero(probed)))
         asked = _Asked(
             seq_ids=seq_ids,
             rows=rows,
@@ -323,7 +324,7 @@ class AdaptivePolicy:
         expected = float(worth.sum()) / outlook.goodput
         self._patience = max(expected, USUAL_WAITS * usual + LEAST_PATIENCE_SECONDS)
         self._asked = asked
-        return dict(zip(seq_ids, counts.tolist(), strict=True))
+        return dict(zip(seq_ids, numbers, strict=True))
 
     def _nothing_came(self, asked: _Asked) -> None:
         """No drafts at all: if it took long, nobody is asked again before a probe says so."""

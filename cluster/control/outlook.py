@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ FREE = 0.005  # of a step's tokens: drafts that cost less in all are asked for i
 LOOK_STEPS = 4  # of the same sequences, in which what to expect of them hardly changes
 WEIGHT_BASE = 2**0.5  # of one level of priority
 MOST_LEVELS = 4
+OWN = attrgetter("seq_id", "max_drafts", "priority", "urgency")  # an outlook is of the same ones
 
 
 class Outlook:
@@ -156,7 +159,7 @@ class Lookout:
         self._trims = trims
         self._outlook: Outlook | None = None
         self._until = 0
-        self._whose: tuple[int, list[tuple[int, int | None, int, float]]] = (0, [])
+        self._whose: tuple[int, list[Any]] = (0, [])
 
     def forget(self) -> None:
         """Something has changed."""
@@ -166,8 +169,7 @@ class Lookout:
         self, candidates: Sequence[Candidate], shape: StepShape, *, rows: IntArray, step: int
     ) -> Outlook:
         """Of these candidates, whose prospects are in `rows`."""
-        own = [(each.seq_id, each.max_drafts, each.priority, each.urgency) for each in candidates]
-        whose = (shape.num_sequences, own)
+        whose = (shape.num_sequences, list(map(OWN, candidates)))
         if self._outlook is None or step >= self._until or self._whose != whose:
             self._outlook = Outlook(
                 candidates,

@@ -131,6 +131,20 @@ class HiddenRows:
         places = self._places(self._kept[seq_id], start, stop)
         return self._rows.index_select(0, torch.tensor(places, device=self._rows.device))
 
+    def take(self, token_ids: Sequence[int]) -> Tensor | None:
+        """The rows of a sequence of just these tokens, the last of which may not be computed yet.
+
+        It is forgotten. None where the rows of its beginning are not there.
+        """
+        wanted = list(token_ids)
+        for seq_id, kept in self._kept.items():
+            whole = kept.first == 0 and len(wanted) - 1 <= kept.stop <= len(wanted)
+            if whole and kept.token_ids == wanted[: kept.stop]:
+                rows = self.rows(seq_id, 0, kept.stop)
+                self.forget(seq_id)
+                return rows
+        return None
+
     def forget(self, seq_id: int) -> None:
         """Keep nothing of a sequence any more."""
         kept = self._kept.pop(seq_id, None)

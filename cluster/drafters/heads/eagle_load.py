@@ -269,13 +269,18 @@ def _read_layers(config: Mapping[str, Any], target: ModelSpec, folder: Path) -> 
                 f"head {str(folder)!r}: layers 2, {number // 2} and {number - 3} are read of a "
                 f"target that has {number}"
             )
-        return (2, number // 2, number - 3)
+        return usual_layers(number)
     if not layers or not all(isinstance(each, int) and 0 <= each <= number for each in layers):
         raise ConfigurationError(
             f"head {str(folder)!r}: eagle_aux_hidden_state_layer_ids {layers}, and the target has "
             f"{number} layers"
         )
     return tuple(layers)
+
+
+def usual_layers(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high of a target of LEAST_LAYERS layers or more."""
+    return (2, num_layers // 2, num_layers - 3)
 
 
 def _plain(name: str) -> str:

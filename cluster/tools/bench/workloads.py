@@ -26,8 +26,8 @@ class Workload:
 
     def token_ids(self, tokenizer: Tokenizer, num_prompts: int) -> list[tuple[int, ...]]:
         """The first `num_prompts` prompts; a workload with fewer starts again."""
-        encoded = [_encoded(prompt, tokenizer) for prompt in self.prompts[:num_prompts]]
-        return [encoded[number % len(encoded)] for number in range(num_prompts)]
+        found = [encoded(prompt, tokenizer) for prompt in self.prompts[:num_prompts]]
+        return [found[number % len(found)] for number in range(num_prompts)]
 
 
 def parse_workload(text: str) -> Workload:
@@ -163,7 +163,8 @@ def _question(text: str) -> tuple[ChatMessage, ...]:
     return (ChatMessage(role="user", content=text),)
 
 
-def _encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """A prompt's tokens, as the model is to be given it."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     return tokenizer.chat(prompt)
