@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cluster.tools",),
     ("cluster.cli_serve", "cluster.cli_bench"),
     (
+        "cluster.cli_train",
         "cluster.cli_tune",
         "cluster.cli_choose",
         "cluster.cli_control",

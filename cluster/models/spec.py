@@ -49,10 +49,14 @@ class ModelSpec:
     def keys_per_row(self) -> int:
         """Keys that a row looks at in the time that its products with all weights take."""
         per_key = 2 * self.num_layers * self.num_heads * self.head_dim
+        return max(int(self.weights_per_row / per_key / ATTENTION_COST), 1)
+
+    @property
+    def weights_per_row(self) -> int:
+        """Weights that a row is multiplied with, the head's included."""
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         per_layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        products = self.num_layers * per_layer + self.hidden_size * self.vocab_size
-        return max(int(products / per_key / ATTENTION_COST), 1)
+        return self.num_layers * per_layer + self.hidden_size * self.vocab_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from cluster.control.cost import CostTable
+from cluster.control.policy import StepShape
 from cluster.errors import ConfigurationError, VocabularyMismatch
 from cluster.models.hidden import HiddenRows, HiddenWanted, SettledRows
 from cluster.models.load import load_spec
@@ -26,13 +28,13 @@ from cluster.text.tokenizer import ChatMessage, load_tokenizer
 from cluster.tools.training.batches import TOKENS, Batch, Batches
 from cluster.tools.training.corpus import Corpus, Entry, Example, read
 from cluster.tools.training.eagle import EagleTrainee
-from cluster.tools.training.evaluate import ALL, evaluate
+from cluster.tools.training.evaluate import ALL, Acceptance, evaluate
 from cluster.tools.training.loop import SCHEDULE
 from cluster.tools.training.plan import Kind, TrainPlan
 from cluster.tools.training.questions import OWN, questions_of, user_turn
 from cluster.tools.training.train import make_trainee, train_draft
 from cluster.tools.training.trainee import Teacher, Trainee
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.drafters.test_heads_reference import Plain, Table, eagle3
 
 NUM_LAYERS = 6
@@ -142,9 +144,10 @@ def test_a_student_begins_from_another_model_of_the_same_tokens(
     plan = replace(plan, kind="student", begin_from=str(small), max_epochs=1)
     trained(plan)
     assert load_spec(plan.out).hidden_size == 32
-    other = make_checkpoint(tmp_path / "other", vocab_size=400)
+    other = make_checkpoint(tmp_path / "other")
+    make_tokenizer(other, corpus=("zebras zip zigzag through the zoo, zebras zoom.",) * 4)
     with pytest.raises(VocabularyMismatch):
-        make_trainee(replace(plan, begin_from=str(other)), (), torch.arange(400))
+        make_trainee(replace(plan, begin_from=str(other)), (), torch.arange(512))
 
 
 def test_goes_on_where_it_was_killed(plan: TrainPlan) -> None:
@@ -330,6 +333,11 @@ class Knowing(Trainee):
         following = (states[..., 0].long() + 1) % self._vocab_size
         return 50.0 * torch.nn.functional.one_hot(following, self._vocab_size).float()
 
+    @property
+    def weights_per_token(self) -> int:
+        """None."""
+        return 0
+
     def write(self, folder: Path) -> None:
         """Never."""
         raise AssertionError(folder)
@@ -357,6 +365,18 @@ def test_acceptance_counts_drafts_that_go_on(tmp_path: Path) -> None:
     assert found[ALL] == found["counting"]
     assert found[ALL].num_drafts == 5
     assert found[ALL].accepted_per_step == pytest.approx(0.8 * (1 + 2 / 3 * 1.5))
+
+
+def test_a_speedup_is_that_of_the_best_depth() -> None:
+    rows = {1: 1.0, 2: 1.1, 3: 1.2, 4: 3.0}
+    costs = CostTable(
+        {
+            StepShape(num_sequences=1, num_rows=count, num_context_tokens=128): seconds
+            for count, seconds in rows.items()
+        }
+    )
+    assert Acceptance((0.5, 1.0, 1.0), (), 9).speedup(costs, 0.1) == pytest.approx(2.0 / 1.4, 0.02)
+    assert Acceptance((0.1, 0.1, 0.1), (), 9).speedup(costs, 0.1) == 1.0
 
 
 def test_states_that_were_kept_are_taken_once() -> None:

@@ -217,6 +217,12 @@ class EagleTrainee(Trainee):
         del depth
         return functional.linear(self.norm(states), self.teacher.head)
 
+    @property
+    def weights_per_token(self) -> int:
+        """The layer's, and its vocabulary's."""
+        layer = sum(each.numel() for each in self.layers.parameters())
+        return layer + self.teacher.head.numel()
+
     def write(self, folder: Path) -> None:
         """config.json and model.safetensors, with the parts of the target that it needs."""
         token_ids, vocab_size = self.teacher.token_ids.cpu(), self._config.vocab_size

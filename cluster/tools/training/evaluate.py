@@ -9,12 +9,15 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from cluster.control.cost import CostTable
+from cluster.control.policy import StepShape
 from cluster.tools.training.batches import Batch, Batches
 from cluster.tools.training.corpus import Entry
 from cluster.tools.training.trainee import Trainee
 
 DEPTHS = 4  # of a draft that are looked at
 ALL = "all"
+SHORT = 128  # tokens of context that a speed-up is predicted for
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,21 @@ class Acceptance:
     def accepted_per_step(self) -> float:
         """Of drafts of so many tokens."""
         return sum(self.survival)
+
+    def speedup(self, costs: CostTable, draft_share: float) -> float:
+        """Of one sequence at the best depth; 1 where no depth pays.
+
+        Each drafted token takes `draft_share` of a step of one row, as its weights are to the
+        target's.
+        """
+        one = StepShape(num_sequences=1, num_rows=1, num_context_tokens=SHORT)
+        plain = costs.seconds(one)
+        best, tokens = 1.0, 1.0
+        for depth, survival in enumerate(self.survival, start=1):
+            tokens += survival
+            seconds = costs.seconds(one, depth) + depth * draft_share * plain
+            best = max(best, tokens * plain / seconds)
+        return best
 
     def as_json(self) -> dict[str, object]:
         """Plain data."""

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from cluster.config import DrafthouseConfig, NoDrafterConfig, SpeculationConfig, TargetConfig
+from cluster.control.cost import CostTable
 from cluster.engine.engine import Engine
 from cluster.models.hidden import HiddenRows, HiddenWanted
 from cluster.models.load import load_spec
 from cluster.models.reference import load_generation_defaults, resolve
+from cluster.profiling.steps import profile_steps
 from cluster.request import Request, SamplingParams, StoppingParams
 from cluster.text.tokenizer import Tokenizer, load_tokenizer
 from cluster.tools.bench.progress import Report
@@ -69,6 +71,22 @@ async def gather(
         )
         await asyncio.gather(*(asking.run() for _ in range(plan.concurrency)))
         asking.write()
+
+
+async def step_costs(plan: TrainPlan, *, num_speculative_tokens: int) -> CostTable:
+    """What the target's steps take on this machine, of one sequence."""
+    config = _config(plan)
+    async with running_engine(config) as local:
+        worker, target = local.worker, local.target
+        assert isinstance(target, ThreadTarget), "it was built in this process"
+        return await target.call(
+            lambda: profile_steps(
+                worker,
+                max_num_seqs=1,
+                max_num_speculative_tokens=num_speculative_tokens,
+                max_model_len=config.target.max_model_len,
+            )
+        )
 
 
 class _Rows:

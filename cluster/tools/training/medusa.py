@@ -53,6 +53,11 @@ class MedusaTrainee(Trainee):
         del depth
         return functional.linear(states, self.teacher.head)
 
+    @property
+    def weights_per_token(self) -> int:
+        """A block's, and the whole vocabulary's."""
+        return self._head.shape[1] ** 2 + self._head.numel()
+
     def write(self, folder: Path) -> None:
         """In the published layout: every head with a vocabulary of its own."""
         tensors: dict[str, Tensor] = {}

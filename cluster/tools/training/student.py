@@ -61,6 +61,13 @@ class StudentTrainee(Trainee):
         head = self.model.get_output_embeddings().weight
         return functional.linear(states, head[self.teacher.token_ids])
 
+    @property
+    def weights_per_token(self) -> int:
+        """The layers', and the whole vocabulary's."""
+        layers: int = sum(each.numel() for each in self.model.model.layers.parameters())
+        head: int = self.model.get_output_embeddings().weight.numel()
+        return layers + head
+
     def write(self, folder: Path) -> None:
         """As transformers writes it, with the target's tokenizer."""
         self.model.save_pretrained(folder)

@@ -10,15 +10,17 @@ same again teaches less. Whatever stands on disk is not done twice.
 import json
 import logging
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cluster.control.cost import CostTable
 from cluster.drafters.heads.eagle_load import LEAST_LAYERS, usual_layers
 from cluster.drafters.vocabulary import check_same_tokenizer
-from cluster.errors import ConfigurationError
+from cluster.errors import ConfigurationError, MissingExtra
 from cluster.local import in_passing_thread, use_threads
 from cluster.models.load import load_spec
 from cluster.models.reference import read_json, resolve
@@ -29,8 +31,8 @@ from cluster.tools.training.batches import Batches
 from cluster.tools.training.card import Epoch, Trained
 from cluster.tools.training.corpus import Corpus, read
 from cluster.tools.training.eagle import EagleTrainee, layer_config
-from cluster.tools.training.evaluate import DEPTHS, Acceptance, evaluate
-from cluster.tools.training.gather import gather
+from cluster.tools.training.evaluate import ALL, DEPTHS, Acceptance, evaluate
+from cluster.tools.training.gather import gather, step_costs
 from cluster.tools.training.loop import schedule_of, train
 from cluster.tools.training.medusa import MedusaTrainee
 from cluster.tools.training.plan import TrainPlan
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 ANSWERS_SHARE = 0.55  # of the budget; the rest is for learning from them
 EPOCHS = "epochs.jsonl"
 SPENT = "spent.json"
+COSTS = "costs.json"
 
 
 async def train_draft(plan: TrainPlan, *, report: Report) -> Trained:
@@ -61,10 +64,22 @@ async def train_draft(plan: TrainPlan, *, report: Report) -> Trained:
             await gather(
                 plan, questions.to_learn(), corpus, layers=layers, seconds=left, report=report
             )
-    trained = await in_passing_thread(lambda: _learned(plan, corpus, held_out, layers, report))
+    costs = await _costs(plan)
+    trained = await in_passing_thread(
+        lambda: _learned(plan, corpus, held_out, layers, costs, report)
+    )
     questions.write_held_out(plan.out / HELD_OUT)
     trained.write()
     return trained
+
+
+async def _costs(plan: TrainPlan) -> CostTable:
+    """What the target's steps take, measured once."""
+    file = plan.work / COSTS
+    if not file.is_file():
+        costs = await step_costs(plan, num_speculative_tokens=DEPTHS)
+        file.write_text(json.dumps(costs.as_json()) + "\n")
+    return CostTable.from_json(read_json(file))
 
 
 class _Spent:
@@ -84,7 +99,12 @@ class _Spent:
 
 
 def _learned(
-    plan: TrainPlan, corpus: Corpus, held_out: Corpus, layers: tuple[int, ...], report: Report
+    plan: TrainPlan,
+    corpus: Corpus,
+    held_out: Corpus,
+    layers: tuple[int, ...],
+    costs: CostTable,
+    report: Report,
 ) -> Trained:
     """Train on what there is, and write the result."""
     if not corpus.entries:
@@ -98,13 +118,15 @@ def _learned(
     if schedule.epochs < 1:
         logger.warning("the time is enough for %.0f%% of the answers", 100 * schedule.epochs)
     file = plan.work / EPOCHS
+    share = trainee.weights_per_token / load_spec(resolve(plan.target)).weights_per_row
 
     def after_epoch(epochs: float) -> None:
         found = evaluate(
             trainee, held_out.entries, longest=plan.longest, device=plan.device, num_depths=DEPTHS
         )
+        speedup = found[ALL].speedup(costs, share) if found else None
         with file.open("a") as lines:
-            lines.write(json.dumps(Epoch(epochs, found).as_json()) + "\n")
+            lines.write(json.dumps(Epoch(epochs, found, speedup).as_json()) + "\n")
 
     train(trainee, data, schedule, plan, after_epoch=after_epoch, report=report)
     plan.out.mkdir(parents=True, exist_ok=True)
@@ -176,7 +198,9 @@ def _student_model(plan: TrainPlan, spec: ModelSpec, folder: Path) -> Any:  # no
 
 
 def _check(plan: TrainPlan) -> None:
-    """Refuse what cannot work. Raises ConfigurationError."""
+    """Refuse what cannot work. Raises ConfigurationError, MissingExtra."""
+    if find_spec("accelerate") is None:
+        raise MissingExtra(extra="train", purpose="training a draft")
     spec = load_spec(resolve(plan.target))
     if plan.kind == "eagle" and spec.num_layers < LEAST_LAYERS:
         raise ConfigurationError(f"--kind eagle: reads three of at least {LEAST_LAYERS} layers")

@@ -61,6 +61,11 @@ class Trainee(nn.Module, ABC):
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """Of the teacher's tokens."""
 
+    @property
+    @abstractmethod
+    def weights_per_token(self) -> int:
+        """Weights that each drafted token is multiplied with, once it is served."""
+
     @abstractmethod
     def write(self, folder: Path) -> None:
         """The result, as it is served."""
