@@ -1,6 +1,7 @@
 """The configured drafter, built in this process."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.config import (
@@ -36,7 +37,7 @@ from cluster.interfaces import Drafter
 from cluster.memory import check_draft_memory
 from cluster.messages import Rule
 from cluster.models.decoder import Decoder
-from cluster.models.load import load_decoder, load_spec
+from cluster.models.load import DTYPES, load_decoder, load_spec
 from cluster.models.reference import resolve
 from cluster.models.spec import ModelSpec
 from cluster.worker import TargetWorker
@@ -184,11 +185,17 @@ def load_head(
 ) -> Head:
     """A head's weights and memory. Raises ConfigurationError."""
     folder = resolve_head(head.model)
+    dtype = head.dtype or config.dtype
+    if DTYPES[dtype] != DTYPES[config.dtype]:
+        raise ConfigurationError(
+            f"drafter {head.pool!r}: dtype {dtype} beside a target of {config.dtype}, whose hidden "
+            f"states it reads"
+        )
     if isinstance(head, EagleDrafterConfig):
         return load_eagle(
             folder,
             target,
-            dtype=config.dtype,
+            dtype=dtype,
             num_sequences=config.max_num_seqs,
             max_model_len=config.max_model_len,
             max_draft=max(max_draft, 1),
@@ -196,7 +203,7 @@ def load_head(
     return load_medusa(
         folder,
         target.spec,
-        dtype=config.dtype,
+        dtype=dtype,
         device=config.device,
         num_sequences=config.max_num_seqs,
         context_limit=config.max_model_len,
@@ -222,8 +229,10 @@ def head_size(head: HeadDrafterConfig, target: ModelSpec, *, max_model_len: int)
     """What it will take. Raises ConfigurationError."""
     folder = resolve_head(head.model)
     if isinstance(head, EagleDrafterConfig):
-        return eagle_size(folder, target, max_model_len=max_model_len)
-    return medusa_size(folder, target)
+        size = eagle_size(folder, target, max_model_len=max_model_len)
+    else:
+        size = medusa_size(folder, target)
+    return replace(size, dtype=head.dtype)
 
 
 def drafter_names(drafter: Drafter) -> tuple[str, ...]:

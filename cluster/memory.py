@@ -143,7 +143,7 @@ def draft_needs(config: ModelDrafterConfig, spec: ModelSpec) -> tuple[Need, ...]
 
 def head_needs(config: TargetConfig, target: ModelSpec, head: HeadSize) -> tuple[Need, ...]:
     """What a head takes beside the target, with every sequence's context full."""
-    linear, other = LINEAR_BYTES[config.dtype], OTHER_BYTES[config.dtype]
+    linear, other = LINEAR_BYTES[head.dtype or config.dtype], OTHER_BYTES[config.dtype]
     device, num_seqs = config.device, config.max_num_seqs
     kept = num_seqs * head.num_rows * head.row_width * other
     kv_memory = num_seqs * round_up(head.context, KEY_CHUNK) * head.kv_width * other

@@ -80,11 +80,13 @@ class ModelDrafterConfig(Config):
 class HeadDrafterConfig(Config):
     """What reads the target's hidden states, and therefore lives in the target's own process.
 
-    Number format, device and sizes are the target's. `name` is that of its drafts and metrics, the
-    model reference where there is none.
+    Device and sizes are the target's. So is the number format, unless `dtype` says int8 for a
+    float32 target or float32 for an int8 one: no token changes by it. `name` is that of its drafts
+    and metrics, the model reference where there is none.
     """
 
     model: str
+    dtype: DType | None = None
     name: str | None = Field(default=None, min_length=1, max_length=64)
 
     @property

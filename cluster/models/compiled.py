@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from cluster.models.hidden import Taps
 from cluster.models.kv_cache import KVCache
 from cluster.models.spec import ModelSpec
 
@@ -204,22 +205,37 @@ class CompiledLayers:
             return None
         return cls(spec, layers)
 
-    def __call__(self, hidden: Tensor, factors: Tensor, plan: CompiledPlan) -> Tensor:
-        """`[rows, hidden]` through all layers, in place."""
+    def __call__(
+        self, hidden: Tensor, factors: Tensor, plan: CompiledPlan, taps: Taps | None = None
+    ) -> Tensor:
+        """`[rows, hidden]` through all layers, in place, stopping where there are taps."""
         hidden = hidden.contiguous()
+        first, count = 0, len(self._layers)
+        for stop in (*(taps.layers if taps else ()), count):
+            if stop > first:
+                self._run(hidden, factors, plan, range(first, stop))
+                first = stop
+            if taps:
+                taps.offer(stop, hidden.clone())
+        return hidden
+
+    def _run(self, hidden: Tensor, factors: Tensor, plan: CompiledPlan, layers: range) -> None:
+        table = self._table[layers.start]
+        cache, layer_bytes, *where = plan.where
         _kernels().layers(
-            self._table.data_ptr(),
-            len(self._layers),
+            table.data_ptr(),
+            len(layers),
             hidden.data_ptr(),
             len(hidden),
             *self._sizes,
             factors.data_ptr(),
-            *plan.where,
+            cache + layers.start * layer_bytes,
+            layer_bytes,
+            *where,
             _num_threads(),
             plan.num_threads,
             self._epsilon,
         )
-        return hidden
 
 
 def _linears(layer: _Layer) -> tuple[object, ...]:

@@ -106,8 +106,8 @@ class Decoder:
         plan = plan_attention(self.spec, segments, cache, paired=self._paired)
         factors = self._rotary_factors(plan.positions)
         hidden = self._embed(at_least_two(token_ids) if self._paired else token_ids)
-        if self._at_once is not None and taps is None and isinstance(plan, CompiledPlan):
-            return self._norm(self._at_once(hidden, factors, plan), self._final_norm)
+        if self._at_once is not None and isinstance(plan, CompiledPlan):
+            return self._norm(self._at_once(hidden, factors, plan, taps), self._final_norm)
         for index, layer in enumerate(self._layers):
             if taps is not None:
                 taps.offer(index, hidden[: len(token_ids)])

@@ -23,12 +23,12 @@ class Taps:
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
-        self._layers = frozenset(layers)
+        self.layers = tuple(sorted(set(layers)))
         self._rows: dict[int, Tensor] = {}
 
     def offer(self, layer: int, hidden: Tensor) -> None:
         """Take a layer's input, if it is asked for."""
-        if layer in self._layers:
+        if layer in self.layers:
             self._rows[layer] = hidden
 
     def of(self, layers: Sequence[int]) -> list[Tensor]:

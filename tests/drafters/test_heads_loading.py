@@ -265,3 +265,26 @@ def test_a_config_that_is_no_json_is_refused(
     (head / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigurationError, match="is no object"):
         load_head(MedusaDrafterConfig(model=str(head)), decoder, SIZES, max_draft=4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_head_may_have_another_number_format_on_the_same_states(
+    target: Path, decoder: Decoder, tmp_path: Path, kind: str
+) -> None:
+    folder = MAKERS[kind](tmp_path / "head", target)
+    config = MedusaDrafterConfig if kind == "medusa" else EagleDrafterConfig
+    spec = load_spec(target)
+    own, coarse, other = (
+        config.model_validate({"model": str(folder), "dtype": dtype})
+        for dtype in (None, "int8", "bfloat16")
+    )
+    load_head(coarse, decoder, SIZES, max_draft=4)
+    sizes = [
+        head_needs(SIZES, spec, head_size(each, spec, max_model_len=64)) for each in (own, coarse)
+    ]
+    [weights, coarse_weights] = [
+        need.num_bytes for needs in sizes for need in needs if need.what == "head weights"
+    ]
+    assert weights == 4 * coarse_weights
+    with pytest.raises(ConfigurationError, match="dtype bfloat16 beside a target of float32"):
+        load_head(other, decoder, SIZES, max_draft=4)

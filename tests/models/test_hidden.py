@@ -1,6 +1,7 @@
 """Hidden states that are kept: of settled rows only, and under their own positions."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +159,16 @@ def _continued(decoder: Decoder, token_ids: list[int], number: int) -> list[int]
     for _ in range(number):
         text.append(int(decoder.logits(_states(decoder, text, ())[-1:]).argmax()))
     return text[len(token_ids) :]
+
+
+@pytest.mark.parametrize("layers", [(0, 2, 4), (4,), (1, 3), (2, 2)])
+def test_layers_in_one_call_are_tapped_as_layers_one_by_one(
+    tmp_path: Path, layers: tuple[int, ...]
+) -> None:
+    whole = load_decoder(make_checkpoint(tmp_path, num_layers=4), dtype="float32")
+    found = []
+    for decoder in (whole, whole.without()):  # which goes layer by layer
+        states = _states(decoder, [3, 1, 4, 1, 5, 9], layers)
+        found.append((states, _states(decoder, [3, 1, 4, 1, 5, 9], ())))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

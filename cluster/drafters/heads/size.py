@@ -13,7 +13,8 @@ class HeadSize:
     """In elements: weights, keys and values of one position, and the hidden states kept of one.
 
     Each sequence has keys and values of `context` positions and hidden states of `num_rows`; a pass
-    works with `pass_width` elements for each of up to `max_rows` rows of a sequence.
+    works with `pass_width` elements for each of up to `max_rows` rows of a sequence. Weights are of
+    `dtype`, the target's if there is none.
     """
 
     num_weights: int
@@ -23,6 +24,7 @@ class HeadSize:
     num_rows: int
     pass_width: int
     max_rows: int
+    dtype: str | None = None
 
 
 def medusa_size(folder: Path, target: ModelSpec) -> HeadSize:
