@@ -51,7 +51,7 @@ def train_draft(  # noqa: PLR0913 - one parameter an option
     draft_vocab_size: Annotated[int, typer.Option(min=1, help="Tokens that are learned.")] = 8192,
     num_layers: Annotated[int, typer.Option(min=1, help="student: of the target's.")] = 2,
     num_depths: Annotated[int, typer.Option(min=1, help="Tokens of a draft to train.")] = 3,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 5e-4,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1.5e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json_output: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from cluster.tools.training.corpus import Entry, read
 
-TOKENS = 2048  # of a batch, padding included
+TOKENS = 512  # of a batch, padding included: few, since steps teach more than their size does
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class TrainPlan:
     draft_vocab_size: int = 8192
     num_layers: int = 2  # of a student
     num_depths: int = 3  # tokens of a draft that are trained
-    learning_rate: float = 5e-4
+    learning_rate: float = 1.5e-3
     seed: int = 0
 
     @property
