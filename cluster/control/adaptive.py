@@ -4,7 +4,8 @@ choose   looks at what each sequence's last drafts were worth at today's price o
          draft, and asks those of which more is expected than asking costs
 admit    sorts all positions that came by their survival (times the request's weight), and takes
          as many as bring more tokens than their time would bring otherwise
-observe  corrects what is known of costs and of acceptance
+observe  takes note of what became of a step
+learn    corrects by it what is known of costs and of acceptance, while the next step is computed
 
 A sequence that does not pay is tried again after 8, 16, 32, ... tokens, and now and then a draft
 is verified whole to learn from it; both from a credit of at most half a hundredth of the time.
@@ -95,6 +96,7 @@ class AdaptivePolicy:
         self._regime = Regime()
         self._explorer = Explorer()
         self._asked: _Asked | None = None
+        self._noted: tuple[StepRecord, _Asked | None] | None = None
         self._lookout = Lookout(
             self._prospects,
             cost=cost,
@@ -221,17 +223,25 @@ class AdaptivePolicy:
         return np.flatnonzero(whole)
 
     def observe(self, record: StepRecord) -> None:
-        """Learn what a step costs, what drafts cost, and which are kept."""
+        """Note what became of the step."""
+        self.learn()
+        self._noted, self._asked = (record, self._asked), None
+
+    def learn(self) -> None:
+        """Learn what the step that was noted cost, what its drafts cost, and which were kept."""
+        if self._noted is None:
+            return
+        (record, asked), self._noted = self._noted, None
         num_drafts = sum(len(outcome.draft.token_ids) for outcome in record.outcomes)
         self._cost.observe(record.shape, num_drafts, record.target_seconds)
         self._long_run.observe(record, self._cost)
-        asked, self._asked = self._asked, None
         if asked is not None and not asked.late:
             self._learn_drafts(asked, record)
         self._acceptance.learn(record.outcomes)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Sequences ended."""
+        self.learn()
         self._prospects.forget(seq_ids)
         self._acceptance.forget(seq_ids)
 

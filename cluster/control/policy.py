@@ -3,6 +3,7 @@
 choose    for which sequences to ask for drafts, and for how many
 admit     how many of the drafts that came to verify
 observe   what was accepted, and what the step took
+learn     from that; while the target computes, so that no step waits for it
 """
 
 import math
@@ -86,7 +87,11 @@ class Policy(Protocol):
         ...
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a step."""
+        """Note what became of the step that was chosen last."""
+        ...
+
+    def learn(self) -> None:
+        """Learn from what was noted, if there is any; best while nobody waits."""
         ...
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -123,6 +128,9 @@ class FixedPolicy:
         return {seq_id: len(draft.token_ids) for seq_id, draft in drafts.items()}
 
     def observe(self, record: StepRecord) -> None:
+        """Nothing is noted."""
+
+    def learn(self) -> None:
         """Nothing is learned."""
 
     def forget(self, seq_ids: Sequence[int]) -> None:

@@ -184,6 +184,8 @@ class Engine:
         shape = plan.shape
         drafts = await self._drafts(plan, shape)
         middle = time.perf_counter()
+        # Once the target is at work: the policy learns from the step before this one.
+        asyncio.get_running_loop().call_soon(self._policy.learn)
         with self._metrics.timed("target"):
             result = await self._target.step(plan.input(drafts, rule=self._rule))
         target_seconds = time.perf_counter() - middle

@@ -128,6 +128,7 @@ def _timed_step(policy: Policy, step: int, chances: random.Random) -> float:
             target_seconds=COST.seconds(num_rows),
         )
     )
+    policy.learn()
     return seconds
 
 

@@ -90,6 +90,22 @@ class Wave:
         end = max((arrival.seconds for arrival in after), default=start)
         return sum(arrival.num_tokens for arrival in after), end - start
 
+    @property
+    def together(self) -> tuple[int, float]:
+        """Tokens and seconds while all requests were under way: after the prompts, until one ends.
+
+        Later ones are fewer than were asked for, the more so the more unlike their drafts are.
+        """
+        start = max(stream.arrivals[0].seconds for stream in self.streams)
+        end = min(stream.arrivals[-1].seconds for stream in self.streams)
+        num_tokens = sum(
+            arrival.num_tokens
+            for stream in self.streams
+            for arrival in stream.arrivals
+            if start < arrival.seconds <= end
+        )
+        return num_tokens, max(end - start, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
@@ -122,6 +138,11 @@ class Rounds:
     def decode_rates(self) -> tuple[float, ...]:
         """Tokens per second of each round from when all of a wave had their first token on."""
         return tuple(_rate([wave.decode for wave in waves]) for waves in self.rounds)
+
+    @property
+    def goodput(self) -> float:
+        """The median round's tokens per second while all of a wave were under way."""
+        return statistics.median(_rate([wave.together for wave in waves]) for waves in self.rounds)
 
     @property
     def rate(self) -> float:

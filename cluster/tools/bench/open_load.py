@@ -303,6 +303,10 @@ class _Watched:
         """The controller's."""
         self._policy.observe(record)
 
+    def learn(self) -> None:
+        """The controller's."""
+        self._policy.learn()
+
     def forget(self, seq_ids: Sequence[int]) -> None:
         """The controller's."""
         self._policy.forget(seq_ids)

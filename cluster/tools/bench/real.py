@@ -100,7 +100,7 @@ class RealCell:
     @property
     def best_fixed(self) -> int:
         """The K that brought most here, which nobody knows beforehand."""
-        return max(self.fixed, key=lambda number: self.fixed[number].rate)
+        return max(self.fixed, key=lambda number: self.fixed[number].goodput)
 
     @property
     def ratio_to_off(self) -> float:
@@ -129,9 +129,9 @@ class RealCell:
             "workload": self.workload,
             "draft": self.draft,
             "concurrency": self.concurrency,
-            "off_tokens_per_second": self.off.rate,
-            "controller_tokens_per_second": self.controller.rate,
-            "fixed_tokens_per_second": {str(k): each.rate for k, each in self.fixed.items()},
+            "off_tokens_per_second": self.off.goodput,
+            "controller_tokens_per_second": self.controller.goodput,
+            "fixed_tokens_per_second": {str(k): each.goodput for k, each in self.fixed.items()},
             "best_fixed": self.best_fixed,
             "ratio_to_off": self.ratio_to_off,
             "ratio_to_best_fixed": self.ratio_to_best_fixed,
@@ -144,11 +144,20 @@ class RealCell:
 
 
 def ratio(rounds: Rounds, others: Rounds) -> float:
-    """The median of the waves' ratios: both of a ratio were taken within seconds of each other."""
-    return median(
-        (own.num_tokens / own.seconds) / (other.num_tokens / other.seconds)
+    """The median of the waves' ratios: both of a ratio were taken within seconds of each other.
+
+    Nothing but the time counts in which all requests of both waves were under way.
+    """
+    pairs = (
+        (*own.together, *other.together)
         for own, other in zip(rounds.waves, others.waves, strict=True)
     )
+    ratios = [
+        (tokens / seconds) / (other_tokens / other_seconds)
+        for tokens, seconds, other_tokens, other_seconds in pairs
+        if seconds and other_tokens
+    ]
+    return median(ratios) if ratios else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +200,8 @@ class RealReport:
         return Section(
             "The real model",
             "All engines of a row answered the same prompts with the same seeds, in turn, wave by "
-            "wave. Ratios are medians over the waves.",
+            "wave. Tokens count while all requests of a wave are under way, after the prompts. "
+            "Ratios are medians over the waves.",
             (Sheet(self._headings, [cells(cell) for cell in self.cells]),),
             pictures,
         )
@@ -213,9 +223,9 @@ def cells(cell: RealCell) -> tuple[str, ...]:
         cell.draft,
         cell.workload,
         str(cell.concurrency),
-        f"{cell.controller.rate:.1f}",
-        f"{cell.off.rate:.1f}",
-        *(f"{each.rate:.1f}" for each in cell.fixed.values()),
+        f"{cell.controller.goodput:.1f}",
+        f"{cell.off.goodput:.1f}",
+        *(f"{each.goodput:.1f}" for each in cell.fixed.values()),
         f"{cell.ratio_to_off:.2f}x",
         f"{cell.ratio_to_best_fixed:.2f}x",
         f"{cell.ratio_to_best:.2f}x",

@@ -102,6 +102,7 @@ def play(
         clock.now += waiting
         drafts = _drafts(offer, seq_ids, asked)
         admitted = policy.admit(drafts, shape) if drafts else {}
+        policy.learn()  # from the step before, as an engine has it
         counts = np.array([admitted.get(seq_id, 0) for seq_id in seq_ids])
         num_rows = int(counts.sum())
         mean_seconds = float(world.seconds(count + num_rows))

@@ -46,6 +46,7 @@ ANSWERS_SHARE = 0.55  # of the budget; the rest is for learning from them
 EPOCHS = "epochs.jsonl"
 SPENT = "spent.json"
 COSTS = "costs.json"
+READABLE = 0o644
 
 
 async def train_draft(plan: TrainPlan, *, report: Report) -> Trained:
@@ -131,6 +132,8 @@ def _learned(
     train(trainee, data, schedule, plan, after_epoch=after_epoch, report=report)
     plan.out.mkdir(parents=True, exist_ok=True)
     trainee.write(plan.out)
+    for written in plan.out.iterdir():  # safetensors lets nobody else read
+        written.chmod(READABLE)
     return Trained(
         plan=plan,
         num_examples=len(corpus.entries),
