@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
-from cluster.control.policy import FixedPolicy
+from cluster.control.policy import FixedPolicy, Policy
 from cluster.engine.engine import Engine
 from cluster.engine.limits import USUAL_PROMPT_ROWS, EngineLimits
 from cluster.interfaces import Drafter, Target
@@ -150,12 +150,13 @@ def make_engine(
     eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
     registry: CollectorRegistry | None = None,
     rule: Rule = Rule.COUPLED,
+    policy: Policy | None = None,
 ) -> Engine:
-    """An engine of its own registry unless one is given."""
+    """An engine of its own registry unless one is given, with a fixed K unless a policy is."""
     return Engine(
         target=target,
         drafter=drafter,
-        policy=FixedPolicy(num_speculative_tokens),
+        policy=policy or FixedPolicy(num_speculative_tokens),
         limits=limits,
         eos_token_ids=frozenset(eos_token_ids),
         metrics=EngineMetrics(registry or CollectorRegistry(), model="fake", num_positions=16),

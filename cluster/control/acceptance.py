@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.control.calibration import Calibration
-from cluster.control.kernels import MAX_MARGIN, conditional, survive
+from cluster.control.kernels import conditional, newton, survive
 from cluster.control.policy import Outcome
 from cluster.control.table import SequenceTable
 from cluster.messages import Draft
@@ -222,31 +222,26 @@ class _Regression:
         )
         self._weights = self._prior.copy()
         self._information = np.zeros((NUM_FEATURES, NUM_FEATURES))
-        self.spread = (1 / self._precision[0], 0.0, 1 / self._precision[1])
+        self.spread = np.array([1 / self._precision[0], 0.0, 1 / self._precision[1]])
         self._place_weights()
 
     def learn(
         self, margins: FloatArray, positions: IntArray, surprises: FloatArray, chances: FloatArray
     ) -> None:
         """One step over labels, all flat; a surprise is what came minus its chance."""
-        count = len(margins)
-        logarithms = np.log1p(margins)
-        labels = np.zeros((count, NUM_FEATURES))
-        places = BUCKETS[positions]
-        each = np.arange(count)
-        labels[:, 0] = 1
-        labels[:, 1] = logarithms
-        labels[:, 2] = np.minimum(margins, MAX_MARGIN) * (2 / MAX_MARGIN)
-        labels[each, NUM_SHARED + places] = 1
-        labels[each, NUM_SHARED + NUM_BUCKETS + places] = logarithms
-        kept = np.exp(-count / WINDOW)
-        self._information *= kept
-        self._information += labels.T @ (labels * (chances * (1 - chances))[:, None])
-        gradient = labels.T @ surprises
-        gradient -= (1 - kept) * self._precision * (self._weights - self._prior)
-        covariance = np.linalg.inv(self._information + np.diag(self._precision))
-        self._weights += np.clip(covariance @ gradient, -MAX_MOVE, MAX_MOVE)
-        self.spread = (covariance[0, 0], covariance[0, 1], covariance[1, 1])
+        newton(
+            margins,
+            BUCKETS[positions],
+            surprises,
+            chances,
+            float(np.exp(-len(margins) / WINDOW)),
+            MAX_MOVE,
+            self._prior,
+            self._precision,
+            self._information,
+            self._weights,
+            self.spread,
+        )
         self._place_weights()
 
     def _place_weights(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.control.cost_fit import MIN_SECONDS, fit
+from cluster.control.kernels import bend, shape_curve
 from cluster.control.policy import StepShape
 
 FloatArray = NDArray[np.float64]
@@ -168,15 +169,12 @@ class CostTable:
         self._shape_curve()
 
     def _shape_curve(self) -> None:
-        """The corrected curve, monotone: between what it never exceeds and what it has reached."""
-        curve = np.exp(self._base + self._far.values + self._near.values)
-        reached = np.maximum.accumulate(curve)
-        never_over = np.minimum.accumulate(curve[::-1])[::-1]
-        self._curve = (reached + never_over) / 2
+        """The corrected curve."""
+        curve = np.empty_like(self._base)
+        shape_curve(self._base, self._far.values, self._near.values, curve)
+        self._curve = curve
         half = len(curve) // 2
-        self._last_slope = float(
-            max(self._curve[-1] - self._curve[half], 0) / max(len(curve) - 1 - half, 1)
-        )
+        self._last_slope = float(max(curve[-1] - curve[half], 0) / max(len(curve) - 1 - half, 1))
 
 
 class _Corrections:
@@ -189,12 +187,4 @@ class _Corrections:
 
     def bend(self, num_rows: int, error: float) -> None:
         """Move the curve around so many rows; beyond all that was measured, its end."""
-        most = len(self.values) - 1
-        num_rows = min(num_rows, most)
-        width = num_rows // self._reach
-        first, last = max(num_rows - width, 1), min(num_rows + width, most)
-        near = slice(first, last + 1)
-        weights = 1 - np.abs(np.arange(first, last + 1) - num_rows) / (width + 1)
-        self._weights[near] += weights
-        rates = np.maximum(weights / self._weights[near], SHAPE_RATE * weights)
-        self.values[near] += rates * error
+        bend(self.values, self._weights, num_rows, self._reach, error, SHAPE_RATE)

@@ -66,6 +66,86 @@ def survive(
         out[draft, lengths[draft] :] = 0.0
 
 
+@kernel(void(flat, counts, flat, flat, float64, float64, flat, flat, table, flat, flat))
+def newton(
+    margins, buckets, surprises, chances, kept, most, prior, precision, information, weights, spread
+):
+    """One Newton step of a logistic regression over labels, all flat.
+
+    Old labels are `kept` in part, weights move by `most` at most. `spread` gets what is not known
+    of intercept and slope: their variances, and between them their covariance.
+    """
+    size = len(weights)
+    num_buckets = (size - 3) // 2
+    gradient = -(1 - kept) * precision * (weights - prior)
+    matrix = np.empty((size, 2 * size))
+    for row in range(size):
+        for column in range(size):
+            information[row, column] *= kept
+    places = np.empty(5, dtype=np.int64)
+    features = np.empty(5)
+    for label in range(len(margins)):
+        logarithm = np.log1p(margins[label])
+        first = 3 + buckets[label]
+        places[:] = (0, 1, 2, first, first + num_buckets)
+        lead = min(margins[label], MAX_MARGIN) * (2 / MAX_MARGIN)
+        features[:] = (1.0, logarithm, lead, 1.0, logarithm)
+        weight = chances[label] * (1 - chances[label])
+        for one in range(5):
+            gradient[places[one]] += features[one] * surprises[label]
+            for other in range(5):
+                product = weight * features[one] * features[other]
+                information[places[one], places[other]] += product
+    for row in range(size):  # beside the unit matrix, which becomes the inverse
+        matrix[row, :size] = information[row]
+        matrix[row, size:] = 0.0
+        matrix[row, row] += precision[row]
+        matrix[row, size + row] = 1.0
+    for pivot in range(size):  # of a positive definite matrix any order of pivots will do
+        matrix[pivot] /= matrix[pivot, pivot]
+        for row in range(size):
+            if row != pivot and matrix[row, pivot] != 0.0:
+                matrix[row] -= matrix[row, pivot] * matrix[pivot]
+    for row in range(size):
+        move = 0.0
+        for column in range(size):
+            move += matrix[row, size + column] * gradient[column]
+        weights[row] += min(max(move, -most), most)
+    spread[0], spread[1], spread[2] = matrix[0, size], matrix[0, size + 1], matrix[1, size + 1]
+
+
+@kernel(void(flat, flat, int64, int64, float64, float64))
+def bend(values, weights, num_rows, reach, error, least):
+    """Move means of errors by rows towards one that was seen at `num_rows`, and near it.
+
+    `weights` are those of what was seen so far, `least` what a new one counts for at least.
+    """
+    most = len(values) - 1
+    num_rows = min(num_rows, most)
+    width = num_rows // reach
+    for rows in range(max(num_rows - width, 1), min(num_rows + width, most) + 1):
+        weight = 1 - abs(rows - num_rows) / (width + 1)
+        weights[rows] += weight
+        values[rows] += max(weight / weights[rows], least * weight) * error
+
+
+@kernel(void(flat, flat, flat, flat))
+def shape_curve(base, far, near, out):
+    """A corrected curve, monotone: between what it never exceeds and what it has reached."""
+    size = len(out)
+    for rows in range(size):
+        out[rows] = np.exp(base[rows] + far[rows] + near[rows])
+    reached = np.empty(size)
+    highest = 0.0
+    for rows in range(size):
+        highest = max(highest, out[rows])
+        reached[rows] = highest
+    lowest = np.inf
+    for rows in range(size - 1, -1, -1):
+        lowest = min(lowest, out[rows])
+        out[rows] = (reached[rows] + lowest) / 2
+
+
 @kernel(void(table, flat, flat, float64, counts))
 def take_best(values, rising, costs, goodput, out):
     """How many first positions of each draft to take, of `values` that never rise along it.

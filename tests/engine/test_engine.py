@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
+from cluster.control.policy import FixedPolicy, StepRecord
 from cluster.engine.engine import Engine
 from cluster.errors import InvalidRequest, Overloaded, TargetUnavailable
 from cluster.messages import SequenceTokens, StepInput, StepOutput, TokenDelta
@@ -337,6 +338,33 @@ async def test_without_speculation_the_drafter_is_never_called() -> None:
         await ask(engine, [make_request([1, 2], max_tokens=10, ignore_eos=True)])
     assert drafter.queries == []
     assert [len(step.sequences[0].token_ids) for step in target.steps] == [2, *[1] * 9]
+
+
+class Watched(FixedPolicy):
+    """Says when it is asked and when it learns."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__(0)
+        self._seen = seen
+
+    def observe(self, record: StepRecord) -> None:
+        """After the step."""
+        assert record.target_seconds > 0
+        self._seen.append("observe")
+
+    def learn(self) -> None:
+        """In the next."""
+        self._seen.append("learn")
+
+
+async def test_the_policy_learns_while_the_target_computes() -> None:
+    """No step waits for what the one before it has to teach."""
+    seen: list[str] = []
+    target = make_fake_target(LIMITS, lambda _: seen.append("step"))
+    engine = make_engine(target, SilentDrafter(MODEL), limits=LIMITS, policy=Watched(seen))
+    async with running(engine):
+        await ask(engine, [make_request([1, 2], max_tokens=3, ignore_eos=True)])
+    assert seen == ["learn", "step", "observe"] * 3
 
 
 async def test_blocks_of_rejected_drafts_go_back(registry: CollectorRegistry) -> None:

@@ -79,6 +79,16 @@ def test_decode_leaves_the_prompts_out() -> None:
     assert wave.decode == (5, 2)
 
 
+def test_a_goodput_is_of_the_time_with_all_requests_under_way() -> None:
+    """From the last first token to the first last one: what comes later is of fewer requests."""
+    wave = Wave((stream((1, 1), (4, 2), (6, 3), (9, 4)), stream((3, 1), (5, 3), (7, 2))), seconds=9)
+    assert wave.together == (2 + 3 + 3 + 2, 4)
+    assert Rounds(((wave,), (wave,))).goodput == 10 / 4
+    short = Wave((stream((1, 1)), stream((3, 1), (5, 3))), seconds=5)
+    assert short.together == (0, 0)
+    assert Rounds(((short,),)).goodput == 0
+
+
 def test_rates_are_medians_of_rounds() -> None:
     """One spoiled round of three changes no rate and no ratio."""
     answer = stream((0.5, 1), (1, 1))
