@@ -215,6 +215,7 @@ class Lab:
             weighs=False,
         )
         drafter.set_workers({"worker": handle})
+        place.stack.callback(drafter.set_workers, {})  # or it would call while the loop ends
         return drafter
 
     def _draft_model(self, name: str, place: Place) -> DraftModel:
