@@ -195,6 +195,12 @@ def steps_of(folder: Path) -> int:
     return int(folder.name.split("-")[1])
 
 
+def test_prints_nothing_of_its_own(plan: TrainPlan, capsys: pytest.CaptureFixture[str]) -> None:
+    """The standard output of a command with --json is one object."""
+    trained(replace(plan, max_epochs=2))
+    assert capsys.readouterr().out == ""
+
+
 def test_another_command_does_not_go_on_with_it(plan: TrainPlan) -> None:
     plan.begin()
     plan.begin()

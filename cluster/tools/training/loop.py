@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from cluster.tools.bench.progress import Report
@@ -103,6 +103,7 @@ def train(
         data_collator=_only,
         callbacks=[_Keeper(after_epoch, report)],
     )
+    trainer.remove_callback(PrinterCallback)  # standard output is the command's own
     trainer.train(resume_from_checkpoint=_last_whole(plan.work))
 
 
