@@ -12,6 +12,7 @@ from cluster.errors import TargetUnavailable
 from cluster.messages import TokenDelta
 from cluster.request import FinishReason
 from cluster.tools.bench.figures import Rounds, Spent, Wave, median_ratio, percentile, percentiles
+from cluster.tools.bench.real import ratio
 from cluster.tools.bench.streams import Arrival, Stream
 
 TIMES = st.lists(st.floats(0, 1e3), min_size=1, max_size=40)
@@ -86,7 +87,9 @@ def test_a_goodput_is_of_the_time_with_all_requests_under_way() -> None:
     assert Rounds(((wave,), (wave,))).goodput == 10 / 4
     short = Wave((stream((1, 1)), stream((3, 1), (5, 3))), seconds=5)
     assert short.together == (0, 0)
-    assert Rounds(((short,),)).goodput == 0
+    assert Rounds(((short,),)).goodput == 5 / 5
+    assert ratio(Rounds(((wave,),)), Rounds(((wave,),))) == 1
+    assert ratio(Rounds(((wave,),)), Rounds(((short,),))) == (16 / 9) / (5 / 5)
 
 
 def test_rates_are_medians_of_rounds() -> None:

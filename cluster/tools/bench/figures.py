@@ -141,8 +141,14 @@ class Rounds:
 
     @property
     def goodput(self) -> float:
-        """The median round's tokens per second while all of a wave were under way."""
-        return statistics.median(_rate([wave.together for wave in waves]) for waves in self.rounds)
+        """The median round's tokens per second while all of a wave were under way.
+
+        With the prompts and to the last token, where they never were.
+        """
+        return statistics.median(
+            _rate([wave.together for wave in waves]) or rate
+            for waves, rate in zip(self.rounds, self.rates, strict=True)
+        )
 
     @property
     def rate(self) -> float:

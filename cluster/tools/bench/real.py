@@ -21,7 +21,7 @@ from cluster.models.load import load_spec
 from cluster.models.reference import resolve
 from cluster.text.tokenizer import load_tokenizer
 from cluster.tools.bench.engine import EnginePlan, Run, in_turn, target_config
-from cluster.tools.bench.figures import Rounds
+from cluster.tools.bench.figures import Rounds, Wave
 from cluster.tools.bench.lanes import Lab, Variant, open_lab
 from cluster.tools.bench.page import Bars, Section, Sheet
 from cluster.tools.bench.progress import Report
@@ -146,18 +146,20 @@ class RealCell:
 def ratio(rounds: Rounds, others: Rounds) -> float:
     """The median of the waves' ratios: both of a ratio were taken within seconds of each other.
 
-    Nothing but the time counts in which all requests of both waves were under way.
+    Nothing but the time counts in which all requests of a wave were under way; where they never
+    were, in one of the two, both are taken whole.
     """
-    pairs = (
-        (*own.together, *other.together)
-        for own, other in zip(rounds.waves, others.waves, strict=True)
+    return median(
+        _wave_ratio(own, other) for own, other in zip(rounds.waves, others.waves, strict=True)
     )
-    ratios = [
-        (tokens / seconds) / (other_tokens / other_seconds)
-        for tokens, seconds, other_tokens, other_seconds in pairs
-        if seconds and other_tokens
-    ]
-    return median(ratios) if ratios else 1.0
+
+
+def _wave_ratio(own: Wave, other: Wave) -> float:
+    (tokens, seconds), (other_tokens, other_seconds) = own.together, other.together
+    if not (tokens and other_tokens):
+        tokens, seconds = own.num_tokens, own.seconds
+        other_tokens, other_seconds = other.num_tokens, other.seconds
+    return (tokens / seconds) / (other_tokens / other_seconds)
 
 
 @dataclass(frozen=True, slots=True)
