@@ -25,6 +25,15 @@ WIDTH = 160  # of tables that go to a file or to another program
 bench = typer.Typer(invoke_without_command=True)
 
 Target = Annotated[str, typer.Option(help="Hugging Face id, folder, .gguf file or built-in name.")]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="JSON lines with turns, prompt or messages; the built-in ones if not given.",
+    ),
+]
+CategoryField = Annotated[str, typer.Option(help="Of a line.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Times everything is measured.")]
 DTypes = Annotated[
     list[str] | None, typer.Option("--dtype", help="float32 (the default) or int8; several.")

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli_bench import Json, Rounds, Target, creatable, dtypes, numbers, show, values
+from cluster.cli_bench import (
+    CategoryField,
+    Json,
+    PromptFile,
+    Rounds,
+    Target,
+    creatable,
+    dtypes,
+    numbers,
+    show,
+    values,
+)
 from cluster.config import BUILTIN_MODEL, environment, load_config
 from cluster.tools.bench.progress import Report
 
@@ -67,15 +78,8 @@ def compare_drafts(  # noqa: PLR0913 - one parameter an option
         list[str], typer.Option(help="ngram, a model or head REF, or ngram+REF; several.")
     ],
     target: Target = BUILTIN_MODEL,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="JSON lines with turns, prompt or messages; the built-in ones if not given.",
-        ),
-    ] = None,
-    category_field: Annotated[str, typer.Option(help="Of a line.")] = "category",
+    prompts: PromptFile = None,
+    category_field: CategoryField = "category",
     num_speculative_tokens: Annotated[
         list[str] | None, typer.Option(help="Drafts per step, 4 if not given; several.")
     ] = None,

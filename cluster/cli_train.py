@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.cli_bench import Json, Target, creatable, show
+from cluster.cli_bench import CategoryField, Json, PromptFile, Target, creatable, show
 from cluster.config import BUILTIN_MODEL
 
 
@@ -20,15 +20,8 @@ def train_draft(  # noqa: PLR0913 - one parameter an option
         typer.Option(help="Heads on the target's states, or a model of some of its layers."),
     ] = "eagle",
     target: Target = BUILTIN_MODEL,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="JSON lines with turns, prompt or messages; the built-in ones if not given.",
-        ),
-    ] = None,
-    category_field: Annotated[str, typer.Option(help="Of a line.")] = "category",
+    prompts: PromptFile = None,
+    category_field: CategoryField = "category",
     held_out_every: Annotated[
         int, typer.Option(min=2, help="One prompt in so many of a category is not trained on.")
     ] = 8,

@@ -215,7 +215,7 @@ class CompiledLayers:
             if stop > first:
                 self._run(hidden, factors, plan, range(first, stop))
                 first = stop
-            if taps:
+            if taps and stop in taps.layers:
                 taps.offer(stop, hidden.clone())
         return hidden
 

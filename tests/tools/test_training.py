@@ -26,7 +26,7 @@ from cluster.models.hidden import HiddenRows, HiddenWanted, SettledRows
 from cluster.models.load import load_spec
 from cluster.text.tokenizer import ChatMessage, load_tokenizer
 from cluster.tools.training.batches import TOKENS, Batch, Batches
-from cluster.tools.training.corpus import Corpus, Entry, Example, read
+from cluster.tools.training.corpus import Corpus, Entry, Example, answers, read
 from cluster.tools.training.eagle import EagleTrainee
 from cluster.tools.training.evaluate import ALL, Acceptance, evaluate
 from cluster.tools.training.loop import SCHEDULE
@@ -284,6 +284,8 @@ def test_a_corpus_has_what_was_written_whole(tmp_path: Path) -> None:
         (9, 10, 11, 12),
     ]
     assert [each.category for each in found] == ["c1", "c0", "c1"]
+    learned = [each.tolist() for each in answers(again.entries, longest=6)]
+    assert learned == [list(each.token_ids[each.num_prompt_tokens :]) for each in found]
     assert found[1].hidden[:, 0].tolist() == [400, 401, 402, 403, 404, 405]
     again.add([example(5, 3)])
     assert Corpus(tmp_path).numbers == {3, 4, 5, 9}

@@ -130,3 +130,12 @@ def read(entries: Sequence[Entry], *, longest: int) -> Iterator[Example]:
             num_prompt_tokens=entry.num_prompt_tokens,
             hidden=hidden,
         )
+
+
+def answers(entries: Sequence[Entry], *, longest: int) -> Iterator[Tensor]:
+    """The tokens of the answers alone, of examples cut to so many; no hidden state is read."""
+    for entry in entries:
+        first = entry.first + entry.num_prompt_tokens
+        stop = entry.first + min(entry.length, longest)
+        with safe_open(entry.shard, framework="pt") as file:
+            yield file.get_slice("token_ids")[first:stop]

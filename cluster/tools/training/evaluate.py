@@ -95,7 +95,7 @@ def evaluate(
 
 def _acceptance(sums: Tensor) -> Acceptance:
     """Of what `_counted` counts."""
-    reached, kept, overlaps = sums[:3].tolist()
+    reached, kept, overlaps = sums.tolist()
     return Acceptance(
         tuple(own / max(of, 1) for own, of in zip(kept, reached, strict=True)),
         tuple(own / max(of, 1) for own, of in zip(overlaps, reached, strict=True)),

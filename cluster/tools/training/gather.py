@@ -52,7 +52,8 @@ async def gather(
     Kept are what goes into each of `layers`, and last what comes out of the last one. Questions
     whose numbers are there already are passed over, prompts that are too long too.
     """
-    left = (each for each in questions if each.number not in corpus.numbers)
+    answered = corpus.numbers
+    left = (each for each in questions if each.number not in answered)
     config = _config(plan)
     until = time.monotonic() + seconds
     async with running_engine(config) as local:
@@ -112,7 +113,7 @@ class _Asking:
         self,
         plan: TrainPlan,
         engine: Engine,
-        rows: "_Rows",
+        rows: _Rows,
         corpus: Corpus,
         questions: Iterator[Question],
         *,
@@ -137,7 +138,8 @@ class _Asking:
     async def run(self) -> None:
         """Until the time is over or nothing is left to ask."""
         for question in self._questions:
-            if time.monotonic() >= self._until:
+            cannot_write = question.prompt is None and self._turn is None
+            if cannot_write or time.monotonic() >= self._until:
                 return
             prompt = await self._prompt(question)
             if prompt is not None:

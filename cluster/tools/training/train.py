@@ -29,7 +29,7 @@ from cluster.models.weights import Weights
 from cluster.tools.bench.progress import Report
 from cluster.tools.training.batches import Batches
 from cluster.tools.training.card import Epoch, Trained
-from cluster.tools.training.corpus import Corpus, read
+from cluster.tools.training.corpus import Corpus, answers
 from cluster.tools.training.eagle import EagleTrainee, layer_config
 from cluster.tools.training.evaluate import ALL, DEPTHS, Acceptance, evaluate
 from cluster.tools.training.gather import gather, step_costs
@@ -231,8 +231,7 @@ def _frequent(plan: TrainPlan, corpus: Corpus) -> Tensor:
     """The tokens that answers are mostly made of, and the first of the vocabulary; ascending."""
     vocab_size = load_spec(resolve(plan.target)).vocab_size
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for example in read(corpus.entries, longest=plan.longest):
-        answer = torch.tensor(example.token_ids[example.num_prompt_tokens :])
+    for answer in answers(corpus.entries, longest=plan.longest):
         counts += torch.bincount(answer, minlength=vocab_size)
     order = counts.argsort(descending=True, stable=True)
     return order[: min(plan.draft_vocab_size, vocab_size)].sort().values
